@@ -1,0 +1,172 @@
+"""Decode steps through the whole engine, beside the same step's matmuls and attention timed apart.
+
+    python bench/decode.py --preset llama-8b --batches 1,8,32,64,128,256 --json out.json
+
+step = (time of 128 output tokens - time of 1) / 127, greedy, end of sequence ignored, token ids as prompts, all
+requests at once. "parts" is the sum of the step's matmuls and of its attention, each timed in a program of its own;
+efficiency = parts / step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.rows import Rows
+from llmjax.engine.config import EngineConfig
+from llmjax.engine.llm import LLM
+from llmjax.model.checkpoint.load import load_model
+from llmjax.model.config import ModelConfig
+from llmjax.model.kv_cache import KVCache
+from llmjax.sampling_params import SamplingParams
+from pallas_kernels.kv_write import write_kv
+from pallas_kernels.matmul import dense
+from pallas_kernels.paged_attention import paged_attention
+
+VLLM_STEP_MS = {  # one H200, prompt 128, output 128 (bench/results/peers.md)
+    "llama-8b": {1: 4.79, 8: 4.79, 32: 5.18, 64: 5.87, 128: 7.09, 256: 10.63},
+    "qwen2.5-1.5b": {1: 2.31, 8: 2.25, 32: 2.09, 64: 3.56, 128: 4.18, 256: 4.74},
+}
+
+
+def main() -> None:
+    args = _arguments()
+    batches = [int(b) for b in args.batches.split(",")]
+    rows = Rows(args.json)
+    started = time.perf_counter()
+    loaded = load_model(random=args.preset, dtype=args.dtype, scale=0.001)
+    jax.block_until_ready(loaded.params)
+    rows.add(load_seconds=time.perf_counter() - started)
+    context = args.prompt + args.output
+    config = EngineConfig(
+        max_context=context,
+        page_size=args.page_size,
+        kv_cache_bytes=None if args.kv_gib is None else int(args.kv_gib * 2**30),
+        max_sequences=max(batches),
+        max_tokens_per_step=args.tokens_per_step,
+        prefill_chunk=args.tokens_per_step,
+        decode_steps=args.decode_steps,
+        row_buckets=tuple(sorted(batches)),
+        token_buckets=(args.tokens_per_step,),
+        compile_cache=args.compile_cache,
+    )
+    started = time.perf_counter()
+    llm = LLM(loaded, engine_config=config)
+    programs = [dataclasses.asdict(program) for program in llm.engine.programs]
+    rows.add(ready_seconds=time.perf_counter() - started, programs=programs)
+    for batch in batches:
+        step = _step_ms(llm, batch, args)
+        parts = {} if args.no_parts else _parts_ms(llm, batch, args)
+        total = sum(parts.values())
+        rows.add(
+            preset=args.preset, batch=batch, step_ms=step, tokens_per_second=batch / step * 1e3,
+            **{f"{name}_ms": value for name, value in parts.items()},
+            efficiency=total / step if parts else None,
+            vllm_ms=VLLM_STEP_MS.get(args.preset, {}).get(batch),
+        )  # fmt: skip
+    rows.add(compiles_after_ready=llm.engine.runner.compiles_after_ready)
+    rows.close(["batch", "step_ms", "tokens_per_second", "matmuls_ms", "attention_ms", "efficiency", "vllm_ms"])
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--preset", default="llama-8b")
+    parser.add_argument("--batches", default="1,8,32,64,128,256")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--output", type=int, default=128)
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--decode-steps", type=int, default=8)
+    parser.add_argument("--tokens-per-step", type=int, default=8192)
+    parser.add_argument("--kv-gib", type=float)
+    parser.add_argument("--dtype")
+    parser.add_argument("--compile-cache")
+    parser.add_argument("--no-parts", action="store_true")
+    parser.add_argument("--json")
+    return parser.parse_args()
+
+
+def _step_ms(llm: LLM, batch: int, args: argparse.Namespace) -> float:
+    random = np.random.default_rng(batch)
+    vocab = llm.engine.model_config.num_tokens
+
+    def seconds(output: int) -> float:
+        prompts = [[int(i) for i in random.integers(0, vocab, args.prompt)] for _ in range(batch)]
+        started = time.perf_counter()
+        llm.generate(prompts, SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True))
+        return time.perf_counter() - started
+
+    seconds(2)
+    short = min(seconds(1) for _ in range(3))
+    long = min(seconds(args.output) for _ in range(2))
+    return (long - short) / (args.output - 1) * 1e3
+
+
+def _parts_ms(llm: LLM, batch: int, args: argparse.Namespace) -> dict[str, float]:
+    engine = llm.engine
+    config, params = engine.model_config, engine.runner.params
+    assert isinstance(config, ModelConfig)
+    hidden = jnp.ones((batch, config.hidden_size), jnp.dtype(config.dtype))
+
+    @jax.jit
+    def matmuls(params: Any, x: jax.Array) -> jax.Array:
+        for index in range(config.num_layers):
+            layer = params["layers"][index]
+            qkv = dense(x, layer["attention"]["qkv"]["weight"])
+            x = dense(qkv[:, : config.num_heads * config.head_dim], layer["attention"]["out"]["weight"])
+            gate_up = dense(x, layer["mlp"]["gate_up"]["weight"])
+            x = dense(gate_up[:, : config.mlp_size], layer["mlp"]["down"]["weight"])
+        head = params["embed"] if config.tie_embeddings else params["lm_head"]
+        return dense(x, head["weight"], out_dtype=jnp.float32).max(-1)
+
+    width = -(-(args.prompt + args.output) // args.page_size)
+    pages = batch * width + 1
+    shape = (config.num_layers * pages, config.num_kv_heads, args.page_size, config.head_dim)
+    cache = KVCache(jnp.ones(shape, hidden.dtype), jnp.ones(shape, hidden.dtype))
+    table = jnp.arange(1, pages, dtype=jnp.int32).reshape(batch, width)
+    lengths = jnp.full((batch,), args.prompt + args.output // 2, jnp.int32)  # the mean context of the run
+    q = jnp.ones((batch, config.num_heads, config.head_dim), hidden.dtype)
+    kv = jnp.ones((batch, config.num_kv_heads, config.head_dim), hidden.dtype)
+
+    def attention(cache: KVCache, q: jax.Array) -> tuple[KVCache, jax.Array]:
+        position = lengths - 1
+        page = jnp.take_along_axis(table, (position // args.page_size)[:, None], 1)[:, 0]
+        for index in range(config.num_layers):
+            offset = jnp.int32(index * pages)
+            cache = KVCache(*write_kv(cache.k, cache.v, kv, kv, page + offset, position % args.page_size))
+            q = paged_attention(
+                q, cache.k, cache.v, table, lengths, jnp.arange(batch + 1, dtype=jnp.int32),
+                page_offset=offset, scale=config.head_dim**-0.5, window=0, decode=True,
+            )  # fmt: skip
+        return cache, q
+
+    step = jax.jit(attention, donate_argnums=0)
+    state = [cache]
+
+    def run_attention() -> Any:
+        state[0], out = step(state[0], q)
+        return out
+
+    return {"matmuls": _time_ms(lambda: matmuls(params, hidden)), "attention": _time_ms(run_attention)}
+
+
+def _time_ms(run: Any, repeats: int = 20) -> float:
+    """Median over three rounds of the mean of `repeats` launches in a row."""
+    jax.block_until_ready(run())
+    rounds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        for _ in range(repeats):
+            out = run()
+        jax.block_until_ready(out)
+        rounds.append((time.perf_counter() - started) / repeats * 1e3)
+    return float(np.median(rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The command line. Results go to stdout, everything else to stderr; heavy modules are imported inside the commands.
+
+Owns options, exit codes and how things look on a terminal, and decides nothing about pipelines, models or engines.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from llmjax.cli import look, pipelines, talk
+from llmjax.cli.options import Command
+from llmjax.errors import LlmjaxError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at a pipeline's configuration.")
+for command in (
+    pipelines.run,
+    pipelines.validate,
+    pipelines.plan,
+    pipelines.explain,
+    pipelines.schema,
+    pipelines.new,
+    pipelines.batch,
+    talk.generate,
+    talk.chat,
+    look.inspect,
+    look.doctor,
+):
+    app.command(cls=Command)(command)
+config_app.command(cls=Command)(pipelines.show)
+config_app.callback()(lambda: None)  # keeps "show" a name of its own while it is the only one
+app.add_typer(config_app, name="config")
+
+
+def main() -> None:
+    """Entry point: runs a command and exits. An `LlmjaxError` is a line on stderr and its exit code, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a character still shows the rest
+    try:
+        app(prog_name="llmjax")
+    except LlmjaxError as error:
+        for line in str(error).splitlines():
+            typer.echo(f"llmjax: {line}", err=True)
+        sys.exit(error.exit_code)

@@ -1,0 +1,212 @@
+"""Commands on pipelines: run, validate, plan, explain, schema, config show, new, batch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmjax.cli.options import (
+    AsJson,
+    DTypeOption,
+    File,
+    Force,
+    Log,
+    LogForm,
+    MaxContext,
+    MaxTokens,
+    ModelPath,
+    Overlays,
+    Package,
+    PlatformOption,
+    Random,
+    Sets,
+    Temperature,
+    Until,
+    check_one_model,
+)
+from llmjax.cli.terminal import as_json, table, warn
+from llmjax.errors import ConfigError, LlmjaxError
+
+if TYPE_CHECKING:
+    from llmjax.pipeline import Pipeline, RunResult
+
+
+def run(
+    file: File,
+    sets: Sets = None,
+    overlay: Overlays = None,
+    until: Until = None,
+    force: Force = None,
+    frozen: Annotated[bool, typer.Option("--frozen", help="Fail when a stage's key differs from the lock's.")] = False,
+    log: Log = None,
+) -> None:
+    """Run a pipeline."""
+    _run_pipeline(file, log=log, sets=sets or (), overlays=overlay or (), until=until, force=force or (), frozen=frozen)
+
+
+def validate(file: File, sets: Sets = None, overlay: Overlays = None) -> None:
+    """Check a pipeline file; tells all mistakes at once."""
+    from llmjax.pipeline import load, missing_inputs
+
+    pipeline = load(file, overlays=overlay or (), sets=sets or (), unset_env="warn")
+    warn([*pipeline.warnings, *missing_inputs(pipeline)])
+    typer.echo(f"{pipeline.path}: valid, stages {', '.join(stage.name for stage in pipeline.stages)}")
+
+
+def plan(
+    file: File,
+    sets: Sets = None,
+    overlay: Overlays = None,
+    until: Until = None,
+    force: Force = None,
+    to_json: AsJson = False,
+) -> None:
+    """Tell what a run would do, and why."""
+    from llmjax.pipeline import load
+    from llmjax.pipeline import plan as make_plan
+
+    pipeline = load(file, overlays=overlay or (), sets=sets or (), unset_env="warn")
+    warn(pipeline.warnings)
+    made = make_plan(pipeline, force=force or (), until=until)
+    typer.echo(as_json(made.as_json()) if to_json else "\n".join(made.lines()))
+
+
+def explain(key: Annotated[str, typer.Argument(help="Such as engine, engine.kv_cache.memory or runtime.seed.")]) -> None:
+    """Tell what a key of a pipeline file means."""
+    from llmjax.pipeline import explain as explain_key
+
+    typer.echo(explain_key(key).text())
+
+
+def schema() -> None:
+    """Print the JSON Schema of pipeline files, for editors."""
+    from llmjax.pipeline import json_schema
+
+    typer.echo(as_json(json_schema()))
+
+
+def show(
+    file: File,
+    sets: Sets = None,
+    overlay: Overlays = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Tell where each value comes from.")] = False,
+) -> None:
+    """Print a pipeline as it is after merging."""
+    from llmjax.pipeline import load
+    from llmjax.pipeline import show as show_pipeline
+
+    pipeline = load(file, overlays=overlay or (), sets=sets or (), unset_env="warn")
+    warn(pipeline.warnings)
+    typer.echo(show_pipeline(pipeline, origin=origin).rstrip("\n"))
+
+
+def new(name: Annotated[str, typer.Argument(help="Name of the pipeline, and of its file.")] = "pipeline") -> None:
+    """Write a first pipeline of your own into this folder."""
+    from llmjax.pipeline.starter import write_starter
+
+    for path in write_starter(Path(), name):
+        typer.echo(f"wrote {path}")
+    typer.echo(f"run it: llmjax run {name}.yaml")
+
+
+def batch(
+    input: Annotated[Path, typer.Option("--input", "-i", help="JSON lines: OpenAI batch lines, or prompts.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSON lines of results.")],
+    errors: Annotated[Path | None, typer.Option(help="A file of its own for failed lines.")] = None,
+    model: ModelPath = None,
+    package: Package = None,
+    random: Random = None,
+    resume: Annotated[
+        bool | None, typer.Option("--resume/--no-resume", help="Do what an existing output lacks (the default), or refuse.")
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Overwrite an existing output.")] = False,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    max_context: MaxContext = None,
+    platform: PlatformOption = None,
+    dtype: DTypeOption = None,
+    sets: Sets = None,
+    log: Log = None,
+) -> None:
+    """Answer a file of requests: the shipped pipeline 'batch', with its main values as options."""
+    check_one_model(model, package, random)
+    if resume is not None and replace:
+        raise ConfigError("give --resume or --replace, not both")
+    given = {
+        "runtime.platform": platform,
+        "stages.model.source.package": package,
+        "stages.model.source.random.preset": random,
+        "stages.model.dtype": dtype,
+        "stages.engine.max_context": max_context,
+        "stages.batch.input": str(input),
+        "stages.batch.output": str(output),
+        "stages.batch.errors": None if errors is None else str(errors),
+        "stages.batch.resume": "replace" if replace else resume,
+        "stages.batch.defaults.max_tokens": max_tokens,
+        "stages.batch.defaults.temperature": temperature,
+    }
+    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    values["stages.model.source.path"] = None if model is None else str(model)  # None takes the file's own path away
+    _run_pipeline("batch", log=log, sets=sets or (), values=values)
+
+
+def _run_pipeline(
+    file: str,
+    *,
+    log: LogForm | None,
+    sets: Sequence[str],
+    overlays: Sequence[Path] = (),
+    values: Mapping[str, Any] | None = None,
+    until: str | None = None,
+    force: Sequence[str] = (),
+    frozen: bool = False,
+) -> None:
+    from llmjax.pipeline import load, make_reporter
+    from llmjax.pipeline import run as run_stages
+    from llmjax.telemetry.logs import configure_logging
+
+    with _errors_in(log):
+        chosen = dict(values or {}) | ({} if log is None else {"runtime.log": log})
+        pipeline = load(file, overlays=overlays, sets=sets, values=chosen)
+        form = pipeline.runtime.log
+        configure_logging(form, verbose=True)
+        reporter = make_reporter(form)
+        for warning in pipeline.warnings:
+            reporter.message("warning", warning)
+        result = run_stages(pipeline, until=until, force=force, frozen=frozen, reporter=reporter)
+    if form == "json":
+        stages = [dataclasses.asdict(stage) for stage in result.stages]
+        typer.echo(as_json({"pipeline": pipeline.name, "exit_code": result.exit_code, "stages": stages}))
+    else:
+        _show_result(pipeline, result)
+    raise typer.Exit(result.exit_code)
+
+
+def _show_result(pipeline: Pipeline, result: RunResult) -> None:
+    """The stages, and what those that give files or a report have to tell."""
+    rows = [(stage.name, stage.kind, stage.status, f"{stage.seconds:.1f}", stage.error) for stage in result.stages]
+    columns = ("stage", "kind", "status", "seconds", "error")
+    table(columns if any(row[-1] for row in rows) else columns[:-1], rows)
+    for stage in result.stages:
+        if stage.summary and pipeline.stage(stage.name).kind.gives in ("files", "report"):
+            table(("stage", *stage.summary), [(stage.name, *map(str, stage.summary.values()))])
+
+
+@contextlib.contextmanager
+def _errors_in(log: LogForm | None) -> Iterator[None]:
+    """With ``--log json``, errors are objects on stderr too."""
+    try:
+        yield
+    except LlmjaxError as error:
+        if log != "json":
+            raise
+        from llmjax.pipeline import make_reporter
+
+        for line in str(error).splitlines():
+            make_reporter("json").message("error", line)
+        raise typer.Exit(error.exit_code) from None

@@ -1,0 +1,108 @@
+"""`EngineConfig`: the numbers an engine is built from. Plain data, no JAX, no pydantic: it is part of the research layer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from llmjax.errors import ConfigError
+from llmjax.scheduling.buckets import choose_row_buckets, choose_token_buckets
+
+PAGE_SIZES = (16, 32, 64)
+DEFAULT_MAX_CONTEXT = 8192
+MAX_PROGRAMS = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes and policies of one engine.
+
+    Attributes:
+        max_context: tokens of prompt and output together, at most; None takes the model's, at most 8192.
+        page_size: tokens a page (16, 32 or 64).
+        kv_cache_bytes: size of the page pool in bytes; None takes `kv_cache_fraction` of what the device has left.
+        kv_cache_fraction: share of the memory left after weights and temporaries (only with a GPU).
+        max_sequences: rows of the device batch.
+        max_tokens_per_step: token budget of an extend launch, decoding rows included; None takes 2048 on a GPU, 512 on a CPU.
+        prefill_chunk: tokens of one prompt in one launch, at most.
+        decode_steps: decode steps in one launch when nothing waits; None takes 8 on a GPU, 1 on a CPU, whose steps
+            dwarf the host's work.
+        row_buckets: batch sizes decode programs are compiled for; empty chooses by `max_sequences`.
+        token_buckets: token counts extend programs are compiled for; empty chooses by `max_tokens_per_step`.
+        seed: for requests without one; None draws from the operating system.
+        compile_cache: folder of the persistent compile cache; None leaves JAX's setting alone.
+        deterministic: refuse anything that makes a result depend on the neighbours: one row bucket and one token bucket.
+    """
+
+    max_context: int | None = None
+    page_size: int = 16
+    kv_cache_bytes: int | None = None
+    kv_cache_fraction: float = 0.9
+    max_sequences: int = 64
+    max_tokens_per_step: int | None = None
+    prefill_chunk: int = 1024
+    decode_steps: int | None = None
+    row_buckets: tuple[int, ...] = ()
+    token_buckets: tuple[int, ...] = ()
+    seed: int | None = None
+    compile_cache: str | None = None
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.page_size not in PAGE_SIZES:
+            raise ConfigError(f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, got {self.page_size}")
+        for name in ("max_context", "kv_cache_bytes", "max_sequences", "max_tokens_per_step", "prefill_chunk", "decode_steps"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if not 0.0 < self.kv_cache_fraction <= 1.0:
+            raise ConfigError(f"kv_cache_fraction must be above 0 and at most 1, got {self.kv_cache_fraction}")
+        if self.max_tokens_per_step is not None and self.max_tokens_per_step < self.max_sequences:
+            raise ConfigError(
+                f"max_tokens_per_step {self.max_tokens_per_step} is below max_sequences {self.max_sequences}: "
+                "a launch must hold one token of every row; raise the first or lower the second"
+            )
+        for name, largest in (("row_buckets", "max_sequences"), ("token_buckets", "max_tokens_per_step")):
+            buckets, last = getattr(self, name), getattr(self, largest)
+            if buckets and (list(buckets) != sorted(set(buckets)) or buckets[0] < 1 or buckets[-1] != last):
+                raise ConfigError(f"{name} must rise and end at {largest} ({last or 'not set'}), got {list(buckets)}")
+
+    def resolved(self, *, gpu: bool, model_max_context: int) -> ResolvedConfig:
+        """The same with every None that depends on device or model filled in.
+
+        Raises:
+            ConfigError: `max_context` is above the model's.
+        """
+        if self.max_context is not None and self.max_context > model_max_context:
+            raise ConfigError(f"max_context {self.max_context} is above the {model_max_context} positions of the model; lower it")
+        tokens = self.max_tokens_per_step or max(2048 if gpu else 512, self.max_sequences)
+        steps = self.decode_steps or (8 if gpu else 1)
+        rows, token_buckets = (
+            self.row_buckets or choose_row_buckets(self.max_sequences),
+            self.token_buckets or choose_token_buckets(tokens),
+        )
+        if self.deterministic:  # one shape each, so that a row's arithmetic does not depend on its neighbours
+            rows, token_buckets = rows[-1:], token_buckets[-1:]
+        programs = len(rows) * len({1, steps}) + len(token_buckets) + 1
+        if programs > MAX_PROGRAMS:
+            raise ConfigError(
+                f"row_buckets and token_buckets make {programs} programs, at most {MAX_PROGRAMS} are allowed: name fewer sizes"
+            )
+        return ResolvedConfig(
+            **dataclasses.asdict(self)
+            | {
+                "max_context": self.max_context or min(model_max_context, DEFAULT_MAX_CONTEXT),
+                "max_tokens_per_step": tokens,
+                "decode_steps": steps,
+                "row_buckets": rows,
+                "token_buckets": token_buckets,
+            }
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """An `EngineConfig` with nothing left open; what the parts of an engine are given."""
+
+    max_context: int = 0
+    max_tokens_per_step: int = 0
+    decode_steps: int = 0

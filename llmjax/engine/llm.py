@@ -1,0 +1,155 @@
+"""`LLM`: offline generation, the three-line way in. A thin layer over `Engine`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmjax.engine.config import EngineConfig
+from llmjax.engine.engine import Engine
+from llmjax.engine.outputs import RequestOutput
+from llmjax.engine.tokenizer import Tokenizer, load_tokenizer
+from llmjax.errors import ConfigError, RequestError
+from llmjax.model.checkpoint.load import LoadedModel, load_model
+from llmjax.model.registry import DecoderConfig
+from llmjax.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model ready to generate. `name` is the model's own: its package, file or folder, or its family.
+
+    Give exactly one of
+        model: a path (Hugging Face directory, GGUF file, orbax directory) or a `LoadedModel`;
+        package: an installed package that holds a GGUF file;
+        random: a preset name ("llama-8b", "qwen2.5-1.5b") or a config: random weights, no files;
+        params and config: a parameter pytree of your own, with the config whose `family` is registered.
+
+    Args:
+        tokenizer: a `Tokenizer`, or a path to one; default: the one beside the weights. None with `params` or
+            `random`: token ids only.
+        dtype: of weights and cache; default bfloat16 on GPU, float32 on CPU.
+        engine_config, options: sizes (`EngineConfig`); options are its fields, e.g. `LLM("…", max_sequences=8)`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel | None = None,
+        *,
+        package: str | None = None,
+        random: str | DecoderConfig | None = None,
+        params: Any = None,
+        config: DecoderConfig | None = None,
+        tokenizer: Tokenizer | str | Path | None = None,
+        dtype: str | None = None,
+        engine_config: EngineConfig | None = None,
+        **options: Any,
+    ) -> None:
+        given = [
+            name
+            for name, value in (("model", model), ("package", package), ("random", random), ("params", params))
+            if value is not None
+        ]
+        if len(given) != 1:
+            raise ConfigError(f"LLM takes exactly one of model, package, random, params; got {', '.join(given) or 'none'}")
+        if (params is None) != (config is None):
+            raise ConfigError("LLM(params=…) and config=… belong together")
+        engine_config = _engine_config(engine_config, options)
+        eos_ids: tuple[int, ...] = ()
+        if params is None:
+            loaded = (
+                model if isinstance(model, LoadedModel) else load_model(path=model, package=package, random=random, dtype=dtype)
+            )
+            params, config, eos_ids = loaded.params, loaded.config, loaded.eos_token_ids
+            if tokenizer is None and loaded.path is not None:
+                tokenizer = load_tokenizer(loaded.path)
+        if isinstance(tokenizer, str | Path):
+            tokenizer = load_tokenizer(Path(tokenizer))
+        assert config is not None
+        self.name = _name(model, package, config)
+        self.engine = Engine(config, params, tokenizer, engine_config, eos_ids=eos_ids)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer in use."""
+        return self.engine.tokenizer
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Complete prompts (texts or token ids), all batched together. Outputs come in the order of the prompts.
+
+        Raises `RequestError` for the first prompt that cannot be served, before anything is computed.
+        """
+        many = _as_list(prompts)
+        return self._run([lambda p, prompt=prompt: self.engine.add_request(prompt, p) for prompt in many], params)
+
+    def chat(
+        self,
+        conversations: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages with role and content) or several."""
+        single = not conversations or isinstance(conversations[0], dict)
+        many: list[Any] = [conversations] if single else list(conversations)
+        adders = [lambda p, messages=messages: self.engine.add_chat(messages, p, **template_options) for messages in many]
+        return self._run(adders, params)
+
+    def update_params(self, params: Any) -> None:
+        """See `Engine.update_params`."""
+        self.engine.update_params(params)
+
+    def _run(
+        self, adders: list[Callable[[SamplingParams], str]], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[RequestOutput]:
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(adders)
+        else:
+            each = list(params)
+            if len(each) != len(adders):
+                raise RequestError(
+                    f"{len(adders)} prompts but {len(each)} sampling params: give one for all, or one each", "params"
+                )
+        ids: list[str] = []
+        try:
+            for add, one in zip(adders, each, strict=True):
+                ids.append(add(one))
+        except BaseException:
+            for request_id in ids:
+                self.engine.abort(request_id)
+            raise
+        waiting, done = set(ids), {}
+        while waiting:
+            for output in self.engine.step():
+                if output.finished and output.request_id in waiting:
+                    waiting.discard(output.request_id)
+                    done[output.request_id] = output
+        return [done[request_id] for request_id in ids]
+
+
+def _name(model: str | Path | LoadedModel | None, package: str | None, config: DecoderConfig) -> str:
+    if package is not None:
+        return package
+    path = model.path if isinstance(model, LoadedModel) else model
+    return config.family if path is None else Path(path).stem if Path(path).is_file() else Path(path).name
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]
+    return prompts
+
+
+def _engine_config(engine_config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"LLM has no option {name!r}; engine options are {', '.join(sorted(known))}")
+    return dataclasses.replace(engine_config or EngineConfig(), **options)

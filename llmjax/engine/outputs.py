@@ -1,0 +1,66 @@
+"""What the engine gives back: plain data, no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from llmjax.scheduling.request import FinishReason
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """One token with its logprob (nats) and its rank (1 is the most likely). `text` and `bytes` are the token's own."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    text: str
+    bytes: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionLogprobs:
+    """The token at one position, and the alternatives asked for, most likely first (the chosen one may be among them)."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclasses.dataclass
+class CompletionOutput:
+    """One choice. `text` excludes what follows a stop; `token_ids` holds every sampled token, the stopping one included.
+
+    `logprobs` has one entry a token of `token_ids`. `stop_reason` is the stop string or stop id that ended it, None for the
+    model's own end of sequence or a limit. `error` says why when `finish_reason` is "error".
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass
+class RequestOutput:
+    """A request's state after a step: everything so far, and what is new since the last one.
+
+    Attributes:
+        prompt_logprobs: one entry a prompt token; the first is None (nothing precedes it). Present once the prompt is computed.
+        new_text: per choice, the text that may be shown since the previous output; concatenated it equals `text`.
+        new_token_ids: per choice, likewise.
+        finished: every choice has a finish reason.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    new_text: list[str] = dataclasses.field(default_factory=list)
+    new_token_ids: list[list[int]] = dataclasses.field(default_factory=list)
+    num_preemptions: int = 0
+    finished: bool = False

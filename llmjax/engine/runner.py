@@ -1,0 +1,287 @@
+"""`ModelRunner`: the one place where host and device meet. `ScheduledBatch` in, `StepOutput` out.
+
+It owns the parameters, the KV cache and the `DeviceState`, and the compiled programs. It decides nothing: which rows run is the
+scheduler's, what they mean is the engine's.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import logging
+import os
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from llmjax.engine.compile_counter import CompileCounter
+from llmjax.engine.config import ResolvedConfig
+from llmjax.engine.sample import MAX_BIAS, MAX_STOPS, SamplingSettings
+from llmjax.engine.state import ROWS_A_RESET, RowReset, init_state, pack_resets, reset_rows, reset_width
+from llmjax.engine.step import decode_layout, decode_steps, extend_layout, extend_step
+from llmjax.errors import ModelError
+from llmjax.model.kv_cache import KVCache, init_cache
+from llmjax.model.registry import DecoderConfig, Model
+from llmjax.scheduling.buckets import pick
+from llmjax.scheduling.request import PromptScores, ScheduledBatch, ScheduledRow, StepOutput, TopLogprobs
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program: its name in the start-up log, seconds to lower and compile it, and bytes of temporaries it needs."""
+
+    name: str
+    lower_seconds: float
+    compile_seconds: float
+    temp_bytes: int
+
+
+class PendingStep:
+    """A launch that was dispatched; `result()` waits for it and brings its small outputs to the host."""
+
+    def __init__(self, batch: ScheduledBatch, tokens: Any, scores: Any) -> None:
+        self.batch = batch
+        self._tokens, self._scores = tokens, scores
+        params = [row.request.params for row in batch.rows]
+        self._wants_top = any(p.logprobs for p in params)
+        self._wants_scores = any(row.wants_prompt_logprobs for row in batch.rows)
+        tokens.summary.copy_to_host_async()
+        if self._wants_top:
+            tokens.top_ids.copy_to_host_async()
+            tokens.top_logprobs.copy_to_host_async()
+
+    def result(self) -> StepOutput:
+        """The launch's outputs as numpy, cut to the rows that were scheduled."""
+        rows = len(self.batch.rows)
+        summary = np.asarray(self._tokens.summary)[:, :rows]
+        top = scores = None
+        if self._wants_top:
+            top = TopLogprobs(np.asarray(self._tokens.top_ids)[:, :rows], np.asarray(self._tokens.top_logprobs)[:, :rows])
+        if self._wants_scores:
+            used = self.batch.num_tokens
+            scores = PromptScores(*(np.asarray(a)[:used] for a in self._scores))
+        return StepOutput(
+            batch=self.batch,
+            tokens=summary[..., 0],
+            logprobs=np.ascontiguousarray(summary[..., 1]).view(np.float32),
+            ranks=summary[..., 2],
+            finite=summary[..., 3].astype(bool),
+            top=top,
+            prompt_scores=scores,
+        )
+
+
+class ModelRunner:
+    """Compiles the step programs for one model and launches them.
+
+    Args:
+        model, config, params: what to run; `params` are held, not copied.
+        engine_config: sizes, as `EngineConfig.resolved` gives them.
+        num_pages: pages a layer, the null page included.
+
+    Buffers: the runner owns cache and state; every launch donates them and takes the returned ones.
+    """
+
+    def __init__(
+        self, model: Model, config: DecoderConfig, params: Any, engine_config: ResolvedConfig, *, num_pages: int
+    ) -> None:
+        self._model, self._config, self._params = model, config, params
+        self._rows = engine_config.max_sequences
+        self._page_size = engine_config.page_size
+        self._max_pages = -(-engine_config.max_context // engine_config.page_size)
+        self.row_buckets, self.token_buckets = engine_config.row_buckets, engine_config.token_buckets
+        self._steps = tuple(dict.fromkeys((1, engine_config.decode_steps)))
+        self.num_pages = num_pages
+        self._cache: KVCache = init_cache(config, num_pages=num_pages, page_size=self._page_size)
+        self._state = init_state(max_sequences=self._rows, max_pages=self._max_pages, vocab_size=config.vocab_size)
+        self._compiles = CompileCounter()
+        self._executables: dict[tuple[str, int, int], Any] = {}
+        self.programs: list[Program] = []
+
+    @property
+    def compiles_after_ready(self) -> int:
+        """Programs XLA compiled in this process since `warm_up` ended. Stays 0 while serving."""
+        return self._compiles.count
+
+    @property
+    def params(self) -> Any:
+        """The parameters in use."""
+        return self._params
+
+    # -- programs
+
+    def warm_up(self) -> None:
+        """Compile every program, and run each once on padding rows, so that serving compiles nothing."""
+        wanted: list[tuple[str, int, int]] = [("reset", ROWS_A_RESET, 1)]
+        wanted += [("decode", rows, steps) for rows in self.row_buckets for steps in self._steps]
+        wanted += [("extend", tokens, 1) for tokens in self.token_buckets]
+        # Tracing holds the interpreter lock, so lower one after the other; XLA compiles outside it, in parallel.
+        with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 2) // 2)) as pool:
+            compiling = []
+            for key in wanted:
+                started = time.perf_counter()
+                lowered = self._lower(*key)
+                lowered_in = time.perf_counter() - started
+                compiling.append((key, lowered_in, pool.submit(_compile, lowered)))
+            for key, lowered_in, future in compiling:
+                executable, compiled_in = future.result()
+                self._executables[key] = executable
+                memory = executable.memory_analysis()
+                temp = int(memory.temp_size_in_bytes) if memory is not None else 0
+                self.programs.append(Program(_name(*key), round(lowered_in, 3), round(compiled_in, 3), temp))
+        for program in self.programs:
+            log.info(
+                "program %s: lowered in %.2f s, compiled in %.2f s", program.name, program.lower_seconds, program.compile_seconds
+            )
+        for key in wanted:
+            self._launch(key, self._padding(*key))
+        jax.block_until_ready(self._cache)
+        self._compiles = CompileCounter()
+
+    def _lower(self, kind: str, size: int, steps: int) -> Any:
+        packed = jax.ShapeDtypeStruct(self._padding(kind, size, steps).shape, np.int32)
+        if kind == "reset":
+            return jax.jit(reset_rows, donate_argnums=0).lower(self._state, packed)
+        if kind == "decode":
+            step = functools.partial(decode_steps, model=self._model, config=self._config, rows=size, num_steps=steps)
+        else:
+            rows = min(size, self._rows)
+            step = functools.partial(extend_step, model=self._model, config=self._config, tokens=size, rows=rows)
+        step.__name__ = kind  # type: ignore[attr-defined]  # the program's name in profiles
+        return jax.jit(step, donate_argnums=(1, 3)).lower(self._params, self._state, packed, self._cache)
+
+    def _padding(self, kind: str, size: int, steps: int) -> np.ndarray:
+        """The packed vector of a launch without any row."""
+        if kind == "reset":
+            return (
+                np.zeros((ROWS_A_RESET, reset_width(self._max_pages)), np.int32)
+                + np.eye(1, reset_width(self._max_pages), dtype=np.int32) * self._rows
+            )
+        if kind == "decode":
+            return self._pack_decode(ScheduledBatch(0, "decode", steps, []), size, steps)
+        return self._pack_extend(ScheduledBatch(0, "extend", 1, []), size)
+
+    def _launch(self, key: tuple[str, int, int], packed: np.ndarray) -> tuple[Any, Any]:
+        executable = self._executables[key]
+        if key[0] == "reset":
+            self._state = executable(self._state, packed)
+            return None, None
+        if key[0] == "decode":
+            self._state, tokens, self._cache = executable(self._params, self._state, packed, self._cache)
+            return tokens, None
+        self._state, tokens, scores, self._cache = executable(self._params, self._state, packed, self._cache)
+        return tokens, scores
+
+    # -- launches
+
+    def dispatch(self, batch: ScheduledBatch) -> PendingStep:
+        """Launch a batch. Returns at once; launches run in the order of dispatch."""
+        new = [row for row in batch.rows if row.is_new]
+        for first in range(0, len(new), ROWS_A_RESET):
+            resets = [self._reset(row) for row in new[first : first + ROWS_A_RESET]]
+            packed = pack_resets(resets, padding_row=self._rows, max_pages=self._max_pages)
+            self._launch(("reset", ROWS_A_RESET, 1), packed)
+        if batch.kind == "decode":
+            size = pick(self.row_buckets, len(batch.rows))
+            tokens, scores = self._launch(("decode", size, batch.num_steps), self._pack_decode(batch, size, batch.num_steps))
+        else:
+            size = pick(self.token_buckets, batch.num_tokens)
+            tokens, scores = self._launch(("extend", size, 1), self._pack_extend(batch, size))
+        return PendingStep(batch, tokens, scores)
+
+    def _pack_decode(self, batch: ScheduledBatch, size: int, steps: int) -> np.ndarray:
+        layout = decode_layout(rows=size, num_steps=steps, page_size=self._page_size)
+        rows = np.full(size, self._rows, np.int32)
+        rows[: len(batch.rows)] = [row.row for row in batch.rows]
+        return layout.pack(rows=rows, **self._pages(batch.rows, dict(layout.sizes)["page_ids"]))
+
+    def _pack_extend(self, batch: ScheduledBatch, size: int) -> np.ndarray:
+        entries = min(size, self._rows)
+        layout = extend_layout(tokens=size, rows=entries, page_size=self._page_size)
+        tokens = np.full(size, -1, np.int32)
+        starts = np.zeros(entries + 1, np.int32)
+        rows = np.full(entries, self._rows, np.int32)
+        samples = np.zeros(entries, np.int32)
+        next_tokens = np.full(entries, -1, np.int32)
+        used = 0
+        for i, row in enumerate(batch.rows):
+            tokens[used : used + len(row.token_ids)] = row.token_ids
+            used += row.num_tokens
+            starts[i + 1] = used
+            rows[i], samples[i] = row.row, row.samples
+            end = row.start + row.num_tokens
+            if row.wants_prompt_logprobs and end < row.request.num_prompt_tokens:
+                next_tokens[i] = row.request.prompt_ids[end]
+        starts[len(batch.rows) + 1 :] = used
+        return layout.pack(
+            tokens=tokens, query_starts=starts, rows=rows, samples=samples, next_tokens=next_tokens,
+            **self._pages(batch.rows, dict(layout.sizes)["page_ids"]),
+        )  # fmt: skip
+
+    def _pages(self, rows: list[ScheduledRow], size: int) -> dict[str, np.ndarray]:
+        """Pages appended to rows that are not new (a new row's whole table went with its reset)."""
+        appended = [(row.row, index, page) for row in rows if not row.is_new for index, page in row.new_pages]
+        assert len(appended) <= size, f"{len(appended)} pages appended in a launch that takes {size}"
+        out = np.zeros((3, size), np.int32)
+        out[0] = self._rows
+        if appended:
+            out[:, : len(appended)] = np.asarray(appended, np.int32).T
+        return {"page_rows": out[0], "page_indices": out[1], "page_ids": out[2]}
+
+    def _reset(self, row: ScheduledRow) -> RowReset:
+        request, params = row.request, row.request.params
+        table = np.zeros(self._max_pages, np.int32)
+        table[: len(request.pages)] = request.pages
+        bias = dict(params.logit_bias or {})
+        settings = SamplingSettings(
+            temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty, presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            seed=np.array([request.seed & 0xFFFFFFFF, (request.seed >> 32) & 0xFFFFFFFF], np.uint32),
+            choice=request.choice,
+            num_logprobs=-1 if params.logprobs is None else params.logprobs,
+            processed_logprobs=params.logprobs_mode == "processed",
+            min_tokens=params.min_tokens,
+            stop_ids=_padded(list(request.stop_ids), MAX_STOPS, -1, np.int32),
+            bias_ids=_padded(list(bias), MAX_BIAS, -1, np.int32),
+            bias_values=_padded(list(bias.values()), MAX_BIAS, 0.0, np.float32),
+        )  # fmt: skip
+        wants = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        return RowReset(row.row, request.num_prompt_tokens, request.limit, wants, table, settings)
+
+    # -- weights
+
+    def update_params(self, params: Any) -> None:
+        """Use other weights from the next launch on. They must have the tree, shapes and dtypes of the present ones."""
+        new, old = jax.tree.structure(params), jax.tree.structure(self._params)
+        if new != old:
+            raise ModelError("update_params: the new parameters have another tree structure than the ones in use")
+        for (path, was), leaf in zip(jax.tree_util.tree_leaves_with_path(self._params), jax.tree.leaves(params), strict=True):
+            if was.shape != leaf.shape or was.dtype != leaf.dtype:
+                name = jax.tree_util.keystr(path)
+                raise ModelError(
+                    f"update_params: {name} is {leaf.dtype}{list(leaf.shape)}, expected {was.dtype}{list(was.shape)}"
+                )
+        self._params = jax.tree.map(lambda was, leaf: jax.device_put(leaf, was.sharding), self._params, params)
+
+
+def _compile(lowered: Any) -> tuple[Any, float]:
+    started = time.perf_counter()
+    return lowered.compile(), time.perf_counter() - started
+
+
+def _name(kind: str, size: int, steps: int) -> str:
+    unit = {"reset": "rows", "decode": "rows", "extend": "tokens"}[kind]
+    return f"{kind} {size} {unit}" + (f" x {steps} steps" if steps > 1 else "")
+
+
+def _padded(values: list[Any], size: int, fill: float, dtype: Any) -> np.ndarray:
+    assert len(values) <= size
+    out = np.full(size, fill, dtype)
+    out[: len(values)] = values
+    return out

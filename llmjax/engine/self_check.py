@@ -1,0 +1,45 @@
+"""The check between warm-up and ready: real weights, the real programs, a few tokens. Wrong numbers refuse to serve."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from llmjax.engine.config import ResolvedConfig
+from llmjax.engine.runner import ModelRunner
+from llmjax.errors import NonFiniteError
+from llmjax.model import transformer
+from llmjax.model.batch import pack_sequences
+from llmjax.model.kv_cache import init_cache
+from llmjax.model.registry import DecoderConfig, Model
+from llmjax.sampling_params import SamplingParams
+from llmjax.scheduling.request import Request, ScheduledBatch, ScheduledRow
+
+PROBE_TOKENS = 8
+
+
+def check_finite(runner: ModelRunner, model: Model, config: DecoderConfig, engine_config: ResolvedConfig) -> None:
+    """Compute a short prompt through `runner`; raise `NonFiniteError` naming the first layer that overflows.
+
+    The probe's K and V lie on page 1 afterwards and are overwritten by the page's first owner.
+    """
+    length = min(PROBE_TOKENS, engine_config.max_context - 1, runner.token_buckets[-1], engine_config.page_size)
+    ids = [int(i) for i in np.linspace(0, config.num_tokens - 1, length)]
+    request = Request("self-check", ids, SamplingParams(max_tokens=1, temperature=0.0), seed=0, limit=1, pages=[1])
+    row = ScheduledRow(request, 0, 0, 0, length, ids, samples=1, is_new=True, new_pages=[(0, 1)])
+    output = runner.dispatch(ScheduledBatch(0, "extend", 1, [row])).result()
+    if bool(output.finite.all()):
+        return
+    advice = "use bfloat16 or float32" if config.dtype == "float16" else "check the weights"
+    where = (
+        _first_bad_layer(runner, config, ids, engine_config.page_size) if model.forward is transformer.forward else "the model"
+    )
+    raise NonFiniteError(f"{where} gives NaN or infinite values in {config.dtype} on a plain prompt; {advice}")
+
+
+def _first_bad_layer(runner: ModelRunner, config: DecoderConfig, ids: list[int], page_size: int) -> str:
+    batch, pages = pack_sequences([ids], page_size=page_size)
+    cache = init_cache(config, num_pages=pages, page_size=page_size)
+    check = jax.jit(transformer.layer_finiteness, static_argnames="config")
+    finite = np.asarray(check(runner.params, batch, cache, config=config))
+    return "the output head" if finite.all() else f"layer {int(np.argmin(finite))}"

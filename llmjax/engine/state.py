@@ -1,0 +1,149 @@
+"""`DeviceState`: the one device truth of all rows, and how the host changes it. Pure functions; knows no requests.
+
+The host never reads this state back. It sends small packed int32 vectors: `reset_rows` for rows that get a new request, and a
+`StepLayout`-packed vector with every launch (which rows, which tokens, which pages were appended). Row
+`max_sequences`, the last one, is the
+padding row: never active, its page table all null pages, so that padded entries of a launch harm nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from llmjax.engine.sample import MAX_BIAS, MAX_STOPS, SamplingSettings
+
+ROWS_A_RESET = 8  # rows one `reset_rows` call can take; a burst of new requests takes several calls
+
+
+class DeviceState(NamedTuple):
+    """All rows of the device batch (B rows and the padding row). Donated to each launch and returned by it.
+
+    Attributes:
+        last_token: the row's latest sampled token; its K and V are not in the cache yet.
+        seq_lens: tokens whose K and V are in the cache.
+        num_output: output tokens so far; num_prompt: prompt tokens; limit: output tokens at most.
+        active: the row decodes: its prompt is computed and it has not ended.
+        page_table: page ids in order of position; unused entries are the null page.
+        settings: sampling settings, one entry a row.
+        prompt_logprobs: alternatives wanted a prompt token, -1 for no scoring.
+        counts: per row and token id, see `PROMPT_BIT`.
+    """
+
+    last_token: Int[Array, "B1"]
+    seq_lens: Int[Array, "B1"]
+    num_output: Int[Array, "B1"]
+    num_prompt: Int[Array, "B1"]
+    limit: Int[Array, "B1"]
+    active: Bool[Array, "B1"]
+    page_table: Int[Array, "B1 M"]
+    settings: SamplingSettings
+    prompt_logprobs: Int[Array, "B1"]
+    counts: Int[Array, "B1 V"]
+
+
+def init_state(*, max_sequences: int, max_pages: int, vocab_size: int) -> DeviceState:
+    """A state with every row unused, on the default device."""
+    rows = max_sequences + 1
+
+    def make() -> DeviceState:
+        ints = jnp.zeros((rows,), jnp.int32)
+        floats = jnp.zeros((rows,), jnp.float32)
+        return DeviceState(
+            last_token=ints, seq_lens=ints, num_output=ints, num_prompt=ints, limit=ints,
+            active=jnp.zeros((rows,), bool),
+            page_table=jnp.zeros((rows, max_pages), jnp.int32),
+            settings=SamplingSettings(
+                temperature=floats, top_k=ints, top_p=floats + 1, min_p=floats,
+                repetition_penalty=floats + 1, presence_penalty=floats, frequency_penalty=floats,
+                seed=jnp.zeros((rows, 2), jnp.uint32), choice=ints, num_logprobs=ints - 1,
+                processed_logprobs=jnp.zeros((rows,), bool), min_tokens=ints,
+                stop_ids=jnp.full((rows, MAX_STOPS), -1, jnp.int32),
+                bias_ids=jnp.full((rows, MAX_BIAS), -1, jnp.int32), bias_values=jnp.zeros((rows, MAX_BIAS), jnp.float32),
+            ),
+            prompt_logprobs=ints - 1,
+            counts=jnp.zeros((rows, vocab_size), jnp.int32),
+        )  # fmt: skip
+
+    return jax.jit(make)()
+
+
+class RowReset(NamedTuple):
+    """What the host tells of one new row, as numpy scalars and vectors; `pack_resets` turns it into int32."""
+
+    row: int
+    num_prompt: int
+    limit: int
+    prompt_logprobs: int
+    page_table: np.ndarray  # int32 [M]
+    settings: SamplingSettings  # numpy values of one row
+
+
+_INTS = ("top_k", "choice", "num_logprobs", "processed_logprobs", "min_tokens")
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_HEAD = 4  # row, num_prompt, limit, prompt_logprobs
+
+
+def reset_width(max_pages: int) -> int:
+    """int32 words a row takes in the vector of `pack_resets`."""
+    return _HEAD + len(_INTS) + len(_FLOATS) + 2 + MAX_STOPS + 2 * MAX_BIAS + max_pages
+
+
+def pack_resets(resets: list[RowReset], *, padding_row: int, max_pages: int) -> np.ndarray:
+    """At most `ROWS_A_RESET` resets as int32 [ROWS_A_RESET, width]; unused entries name the padding row and leave it unused."""
+    assert len(resets) <= ROWS_A_RESET
+    out = np.zeros((ROWS_A_RESET, reset_width(max_pages)), np.int32)
+    out[:, 0] = padding_row
+    for line, reset in zip(out, resets, strict=False):
+        s = reset.settings
+        floats = np.array([getattr(s, name) for name in _FLOATS], np.float32)
+        pieces = (
+            np.array([reset.row, reset.num_prompt, reset.limit, reset.prompt_logprobs], np.int32),
+            np.array([int(getattr(s, name)) for name in _INTS], np.int32),
+            floats.view(np.int32),
+            np.asarray(s.seed, np.uint32).view(np.int32),
+            np.asarray(s.stop_ids, np.int32),
+            np.asarray(s.bias_ids, np.int32),
+            np.asarray(s.bias_values, np.float32).view(np.int32),
+            np.asarray(reset.page_table, np.int32),
+        )
+        line[:] = np.concatenate(pieces)
+    return out
+
+
+def reset_rows(state: DeviceState, packed: Int[Array, "A width"]) -> DeviceState:
+    """Give rows to new requests: everything of the row is overwritten. `state` is meant to be donated."""
+    max_pages = state.page_table.shape[1]
+    sizes = (_HEAD, len(_INTS), len(_FLOATS), 2, MAX_STOPS, MAX_BIAS, MAX_BIAS, max_pages)
+    head, ints, floats, seed, stops, bias_ids, bias_values, pages = jnp.split(packed, np.cumsum(sizes)[:-1], axis=1)
+    floats, bias_values = (jax.lax.bitcast_convert_type(a, jnp.float32) for a in (floats, bias_values))
+    rows = head[:, 0]
+    new = {name: ints[:, i] for i, name in enumerate(_INTS)} | {name: floats[:, i] for i, name in enumerate(_FLOATS)}
+    new |= {
+        "seed": jax.lax.bitcast_convert_type(seed, jnp.uint32),
+        "stop_ids": stops,
+        "bias_ids": bias_ids,
+        "bias_values": bias_values,
+    }
+    settings = SamplingSettings(
+        **{
+            name: getattr(state.settings, name).at[rows].set(new[name].astype(getattr(state.settings, name).dtype))
+            for name in new
+        }
+    )
+    return state._replace(
+        last_token=state.last_token.at[rows].set(0),
+        seq_lens=state.seq_lens.at[rows].set(0),
+        num_output=state.num_output.at[rows].set(0),
+        num_prompt=state.num_prompt.at[rows].set(head[:, 1]),
+        limit=state.limit.at[rows].set(head[:, 2]),
+        active=state.active.at[rows].set(False),
+        prompt_logprobs=state.prompt_logprobs.at[rows].set(head[:, 3]),
+        page_table=state.page_table.at[rows].set(pages),
+        settings=settings,
+        counts=state.counts.at[rows].set(0),
+    )

@@ -1,0 +1,273 @@
+"""The static steps: `extend_step` and `decode_steps`, pure functions of (params, state, updates, cache).
+
+Everything a launch needs from the host is one int32 vector, laid out by `DecodeLayout` or `ExtendLayout`; everything else is
+already on the device. Options of requests are data in the state, so that one program a bucket serves them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from llmjax.engine.sample import NUM_TOP, PROMPT_BIT, Sampled, sample, token_scores
+from llmjax.engine.state import DeviceState
+from llmjax.model.batch import ModelBatch
+from llmjax.model.kv_cache import KVCache
+from llmjax.model.registry import DecoderConfig, Model
+
+SCORE_CHUNK = 64  # prompt tokens whose logits exist at once while a prompt is scored
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Names and sizes of the consecutive pieces of a packed int32 vector."""
+
+    sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def width(self) -> int:
+        """int32 words in all."""
+        return sum(size for _, size in self.sizes)
+
+    def pack(self, **pieces: np.ndarray) -> np.ndarray:
+        """The vector, int32 [width]; every piece must have its declared size."""
+        assert set(pieces) == {name for name, _ in self.sizes}
+        out = np.concatenate([np.asarray(pieces[name], np.int32) for name, _ in self.sizes])
+        assert out.shape == (self.width,)
+        return out
+
+    def unpack(self, packed: Int[Array, "width"]) -> dict[str, Array]:
+        """The pieces of a device vector, by name."""
+        bounds = np.cumsum([size for _, size in self.sizes])[:-1]
+        return dict(zip((name for name, _ in self.sizes), jnp.split(packed, bounds), strict=True))
+
+
+def decode_layout(*, rows: int, num_steps: int, page_size: int) -> Pieces:
+    """Updates of a decode launch: the device rows stepped, and (row, index, page) of each page appended before it."""
+    pages = rows * -(-num_steps // page_size)
+    return Pieces((("rows", rows), ("page_rows", pages), ("page_indices", pages), ("page_ids", pages)))
+
+
+def extend_layout(*, tokens: int, rows: int, page_size: int) -> Pieces:
+    """Updates of an extend launch.
+
+    `tokens` holds the packed ids (anything where the row decodes: the device has its token), `samples` 1 where a
+    token is to be sampled after the chunk, `next_tokens` the id that follows each chunk in its prompt (-1 for none),
+    to score the chunk's last token.
+    """
+    pages = tokens // page_size + rows
+    return Pieces(
+        (
+            ("tokens", tokens), ("query_starts", rows + 1), ("rows", rows), ("samples", rows), ("next_tokens", rows),
+            ("page_rows", pages), ("page_indices", pages), ("page_ids", pages),
+        )
+    )  # fmt: skip
+
+
+class StepTokens(NamedTuple):
+    """What a launch gives back, K steps of R rows.
+
+    Attributes:
+        summary: int32 [K, R, 4]: token (-1 for none), bits of its float32 logprob, rank, and whether the logits were finite.
+            One array, because each one costs a transfer.
+        top_ids, top_logprobs: [K, R, 20] alternatives; meaningful for rows that asked for them.
+    """
+
+    summary: Int[Array, "K R 4"]
+    top_ids: Int[Array, "K R 20"]
+    top_logprobs: Float[Array, "K R 20"]
+
+
+class PromptScoresOnDevice(NamedTuple):
+    """Of each packed token of an extend launch: how likely the *next* prompt token was. Zeros when no row asked."""
+
+    logprobs: Float[Array, "T"]
+    ranks: Int[Array, "T"]
+    top_ids: Int[Array, "T 20"]
+    top_logprobs: Float[Array, "T 20"]
+
+
+def decode_steps(
+    params: Any,
+    state: DeviceState,
+    packed: Int[Array, "width"],
+    kv_cache: KVCache,
+    *,
+    model: Model,
+    config: DecoderConfig,
+    rows: int,
+    num_steps: int,
+) -> tuple[DeviceState, StepTokens, KVCache]:
+    """`num_steps` decode steps of `rows` rows in one launch. `state` and `kv_cache` are meant to be donated.
+
+    A row that ends (stop id, limit, non-finite logits) does nothing from the next step on: it writes to the null page
+    and samples -1.
+    """
+    page_size = kv_cache.page_size
+    updates = decode_layout(rows=rows, num_steps=num_steps, page_size=page_size).unpack(packed)
+    state = _append_pages(state, updates)
+    index = updates["rows"]
+
+    def one(carry: tuple[DeviceState, KVCache], _: None) -> tuple[tuple[DeviceState, KVCache], StepTokens]:
+        state, cache = carry
+        active = state.active[index]
+        positions = state.seq_lens[index]
+        page_table = state.page_table[index]
+        batch = ModelBatch(
+            tokens=state.last_token[index],
+            positions=positions,
+            slot_mapping=_slots(page_table, jnp.arange(rows), positions, active, page_size),
+            page_table=page_table,
+            seq_lens=jnp.where(active, positions + 1, 0),
+            query_starts=jnp.arange(rows + 1, dtype=jnp.int32),
+            logits_indices=jnp.arange(rows, dtype=jnp.int32),
+        )
+        hidden, cache = model.forward(params, batch, cache, config=config, decode=True)
+        state = state._replace(seq_lens=state.seq_lens.at[index].add(active.astype(jnp.int32)))
+        state, tokens = _sample_rows(state, index, active, model.logits(params, hidden, config=config))
+        return (state, cache), tokens
+
+    if num_steps == 1:
+        (state, kv_cache), tokens = one((state, kv_cache), None)
+        return state, jax.tree.map(lambda a: a[None], tokens), kv_cache
+    (state, kv_cache), tokens = jax.lax.scan(one, (state, kv_cache), None, length=num_steps)
+    return state, tokens, kv_cache
+
+
+def extend_step(
+    params: Any,
+    state: DeviceState,
+    packed: Int[Array, "width"],
+    kv_cache: KVCache,
+    *,
+    model: Model,
+    config: DecoderConfig,
+    tokens: int,
+    rows: int,
+) -> tuple[DeviceState, StepTokens, PromptScoresOnDevice, KVCache]:
+    """One launch over ragged chunks of at most `rows` rows and `tokens` tokens; decoding rows join with one token each.
+
+    A decoding row's input is the device's own last token. Such a row that has ended already (the host may not know
+    yet) is left alone. `state` and `kv_cache` are meant to be donated.
+    """
+    page_size = kv_cache.page_size
+    updates = extend_layout(tokens=tokens, rows=rows, page_size=page_size).unpack(packed)
+    state = _append_pages(state, updates)
+    starts, index = updates["query_starts"], updates["rows"]
+    lengths = starts[1:] - starts[:-1]
+
+    decoding = state.active[index]
+    first = updates["tokens"][jnp.minimum(starts[:-1], tokens - 1)]
+    live = (lengths > 0) & (decoding | (first >= 0))
+
+    owner = jnp.clip(jnp.searchsorted(starts, jnp.arange(tokens), side="right") - 1, 0, rows - 1)  # packed token -> entry
+    is_token = (jnp.arange(tokens) < starts[-1]) & live[owner]
+    positions = jnp.where(is_token, state.seq_lens[index][owner] + jnp.arange(tokens) - starts[owner], 0)
+    ids = jnp.where(decoding[owner], state.last_token[index][owner], updates["tokens"])
+    ids = jnp.where(is_token, ids, 0)
+    page_table = state.page_table[index]
+    seq_lens = jnp.where(live, state.seq_lens[index] + lengths, 0)
+    batch = ModelBatch(
+        tokens=ids,
+        positions=positions,
+        slot_mapping=_slots(page_table, owner, positions, is_token, page_size),
+        page_table=page_table,
+        seq_lens=seq_lens,
+        query_starts=starts,
+        logits_indices=jnp.maximum(starts[1:] - 1, 0),
+    )
+    hidden, kv_cache = model.forward(params, batch, kv_cache, config=config, decode=False)
+
+    scores = _score_prompt(params, hidden, ids, owner, updates, state, model=model, config=config)
+    state = _count_given_tokens(state, index[owner], ids, positions, is_token & ~decoding[owner])
+    state = state._replace(seq_lens=state.seq_lens.at[index].add(jnp.where(live, lengths, 0)))
+    last = model.logits(params, hidden[batch.logits_indices], config=config)
+    state, sampled = _sample_rows(state, index, live & (updates["samples"] > 0), last)
+    return state, jax.tree.map(lambda a: a[None], sampled), scores, kv_cache
+
+
+def _append_pages(state: DeviceState, updates: dict[str, Array]) -> DeviceState:
+    # Unused entries name the padding row with page id 0, which keeps its table all null pages.
+    table = state.page_table.at[updates["page_rows"], updates["page_indices"]].set(updates["page_ids"])
+    return state._replace(page_table=table)
+
+
+def _slots(page_table: Array, owner: Array, positions: Array, valid: Array, page_size: int) -> Array:
+    pages = page_table[owner, jnp.minimum(positions // page_size, page_table.shape[1] - 1)]
+    return jnp.where(valid, pages, 0) * page_size + positions % page_size
+
+
+def _sample_rows(state: DeviceState, index: Array, wants: Array, logits: Array) -> tuple[DeviceState, StepTokens]:
+    """Sample one token for each entry of `index` that `wants` one, and move these rows on."""
+    settings = jax.tree.map(lambda a: a[index], state.settings)
+    num_output = state.num_output[index]
+    sampled: Sampled = sample(logits, settings, lambda: state.counts[index], state.seq_lens[index], num_output)
+    tokens = jnp.where(wants, sampled.tokens, -1)
+    taken = tokens >= 0  # finite logits, and wanted
+    num_output = num_output + taken
+    stopped = (tokens[:, None] == settings.stop_ids).any(1)
+    goes_on = taken & ~stopped & (num_output < state.limit[index])
+    vocab = state.counts.shape[1]
+    state = state._replace(
+        last_token=state.last_token.at[index].set(jnp.where(taken, tokens, state.last_token[index])),
+        num_output=state.num_output.at[index].set(num_output),
+        active=state.active.at[index].set(jnp.where(wants, goes_on, state.active[index])),
+        counts=state.counts.at[index, jnp.where(taken, tokens, vocab)].add(1, mode="drop"),
+    )
+    bits = jax.lax.bitcast_convert_type(sampled.logprobs, jnp.int32)
+    finite = (sampled.finite | ~wants).astype(jnp.int32)
+    summary = jnp.stack([tokens, bits, sampled.ranks, finite], axis=-1)
+    return state, StepTokens(summary, sampled.top_ids, sampled.top_logprobs)
+
+
+def _count_given_tokens(state: DeviceState, rows: Array, ids: Array, positions: Array, given: Array) -> DeviceState:
+    """Note tokens the host gave: prompt tokens by their bit, and output tokens that are computed again after a preemption."""
+    vocab = state.counts.shape[1]
+    in_prompt = positions < state.num_prompt[rows]
+    counts = state.counts.at[rows, jnp.where(given & in_prompt, ids, vocab)].max(PROMPT_BIT, mode="drop")
+    again = given & ~in_prompt
+    counts = counts.at[rows, jnp.where(again, ids, vocab)].add(1, mode="drop")
+    num_output = state.num_output.at[rows].add(again.astype(jnp.int32))
+    return state._replace(counts=counts, num_output=num_output)
+
+
+def _score_prompt(
+    params: Any,
+    hidden: Array,
+    ids: Array,
+    owner: Array,
+    updates: dict[str, Array],
+    state: DeviceState,
+    *,
+    model: Model,
+    config: DecoderConfig,
+) -> PromptScoresOnDevice:
+    """Logprobs of the prompt tokens that follow each packed token, with the head computed in chunks; nothing when no row asks."""
+    tokens = ids.shape[0]
+    chunk = min(SCORE_CHUNK, tokens)
+    padded = -(-tokens // chunk) * chunk
+    is_last = jnp.arange(tokens) + 1 >= updates["query_starts"][owner + 1]
+    targets = jnp.where(is_last, updates["next_tokens"][owner], jnp.roll(ids, -1))
+    wanted = (state.prompt_logprobs[updates["rows"]] >= 0).any()
+
+    def score() -> PromptScoresOnDevice:
+        def one(piece: tuple[Array, Array]) -> tuple[Array, Array, Array, Array]:
+            piece_hidden, piece_targets = piece
+            return tuple(token_scores(model.logits(params, piece_hidden, config=config), piece_targets))
+
+        split = lambda a: jnp.pad(a, [(0, padded - tokens)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, chunk, *a.shape[1:])  # noqa: E731
+        parts = jax.lax.map(one, (split(hidden), split(jnp.maximum(targets, 0))))
+        return PromptScoresOnDevice(*(a.reshape(padded, *a.shape[2:])[:tokens] for a in parts))
+
+    def skip() -> PromptScoresOnDevice:
+        return PromptScoresOnDevice(
+            jnp.zeros((tokens,), jnp.float32), jnp.zeros((tokens,), jnp.int32),
+            jnp.zeros((tokens, NUM_TOP), jnp.int32), jnp.zeros((tokens, NUM_TOP), jnp.float32),
+        )  # fmt: skip
+
+    return jax.lax.cond(wanted, score, skip)

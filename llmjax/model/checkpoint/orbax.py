@@ -1,0 +1,151 @@
+"""Save and load llmjax's own checkpoints: a config.json and the parameter tree in orbax's format.
+
+A directory is complete or absent: it is written aside and renamed. Orbax (over a second of import) is loaded on first use.
+Reading the config needs neither orbax nor JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from llmjax.errors import ModelError, StoreError
+from llmjax.model.checkpoint.eos import collect_eos_ids
+from llmjax.model.checkpoint.json_file import read_json_object
+from llmjax.model.config import ModelConfig, RopeScaling
+from llmjax.model.param_spec import Path as ParamPath
+from llmjax.model.param_spec import iter_params
+
+FORMAT = "llmjax-orbax"
+_VERSION = 1
+_PARAMS = "params"
+
+
+def is_orbax(path: Path) -> bool:
+    """Whether a directory was written by `save_model`."""
+    config = path / "config.json"
+    return config.is_file() and (path / _PARAMS).is_dir() and read_json_object(config).get("format") == FORMAT
+
+
+def save_model(
+    path: str | os.PathLike[str], params: dict[str, Any], config: ModelConfig, *, eos_token_ids: tuple[int, ...] = ()
+) -> None:
+    """Write `params` and `config` to the new directory `path`.
+
+    Args:
+        path: must not exist; its parent must.
+        params: the tree `param_shapes(config)` describes; only read.
+        config: stored beside, its dtype included.
+        eos_token_ids: stored with the config.
+
+    Raises:
+        ModelError: the tree does not belong to the config.
+        StoreError: `path` exists or cannot be written; nothing is left behind.
+    """
+    import orbax.checkpoint as ocp
+
+    target = Path(path).absolute()
+    _check_tree({leaf: tuple(value.shape) for leaf, value in _flatten(params).items()}, config, "params")
+    if target.exists():
+        raise StoreError(f"{target}: exists already; choose another directory or remove it")
+    aside: Path | None = None
+    try:
+        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(aside / _PARAMS, params)
+        content = {
+            "format": FORMAT,
+            "version": _VERSION,
+            "config": dataclasses.asdict(config),
+            "eos_token_ids": list(eos_token_ids),
+        }
+        (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        aside.chmod(0o755)  # mkdtemp makes it private
+        aside.rename(target)
+    except OSError as error:
+        raise StoreError(f"{target}: cannot write the model: {error.strerror or error}") from error
+    finally:
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def read_orbax_config(path: Path) -> tuple[ModelConfig, tuple[int, ...]]:
+    """(config, eos ids) of a directory that `save_model` wrote; ModelError if it is of another version or damaged."""
+    source = path / "config.json"
+    content = read_json_object(source)
+    if content.get("version") != _VERSION:
+        raise ModelError(f"{source}: version {content.get('version')!r} is not supported; version {_VERSION} is")
+    fields = content.get("config")
+    try:
+        if not isinstance(fields, dict):
+            raise TypeError("config is missing")
+        scaling = fields.get("rope_scaling")
+        if scaling is not None:
+            scaling = RopeScaling(**{**scaling, "frequency_factors": tuple(scaling.get("frequency_factors", ()))})
+        windows = tuple(fields.get("sliding_windows", ()))
+        config = ModelConfig(**{**fields, "rope_scaling": scaling, "sliding_windows": windows})
+    except TypeError as error:
+        raise ModelError(f"{source}: damaged: {error}") from None
+    return config, collect_eos_ids([(str(source), content.get("eos_token_ids"))], config.vocab_size)
+
+
+def load_orbax_params(path: Path, config: ModelConfig) -> dict[str, Any]:
+    """The parameter tree on JAX's default device, cast to `config.dtype` while it is read.
+
+    Raises `ModelError` naming missing leaves, wrong shapes, or the directory when its data are damaged.
+    """
+    import jax
+    import jax.numpy as jnp
+    import orbax.checkpoint as ocp
+
+    (device,) = jnp.zeros(()).devices()
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    wanted: dict[str, Any] = {}
+    for leaf, shape, dtype in iter_params(config):
+        node = wanted
+        for part in leaf[:-1]:
+            node = node.setdefault(part, {})
+        node[leaf[-1]] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+    source = (path / _PARAMS).absolute()
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            stored = checkpointer.metadata(source).item_metadata.tree
+        except Exception as error:
+            raise ModelError(f"{source}: damaged orbax checkpoint: {_first_line(error)}") from error
+        _check_tree({leaf: tuple(value.shape) for leaf, value in _flatten(stored).items()}, config, str(source))
+        try:
+            params: dict[str, Any] = checkpointer.restore(source, wanted)
+        except Exception as error:
+            raise ModelError(f"{source}: damaged orbax checkpoint: {_first_line(error)}") from error
+    return params
+
+
+def _check_tree(shapes: dict[tuple[str, ...], tuple[int, ...]], config: ModelConfig, where: str) -> None:
+    wanted = {_as_text(leaf): shape for leaf, shape, _ in iter_params(config)}
+    for problem, leaves in (
+        ("are missing", sorted(wanted.keys() - shapes.keys())),
+        ("do not belong to the config", sorted(shapes.keys() - wanted.keys())),
+        ("have another shape than the config says", sorted(k for k in wanted.keys() & shapes.keys() if wanted[k] != shapes[k])),
+    ):
+        if leaves:
+            names = ", ".join(".".join(leaf) for leaf in leaves[:20])
+            raise ModelError(f"{where}: {len(leaves)} parameters {problem}: {names}")
+
+
+def _flatten(tree: Any, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {leaf: value for key, child in tree.items() for leaf, value in _flatten(child, (*prefix, str(key))).items()}
+
+
+def _as_text(path: ParamPath) -> tuple[str, ...]:
+    return tuple(str(part) for part in path)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:300]

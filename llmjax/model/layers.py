@@ -1,0 +1,159 @@
+"""The layers of a decoder, declared as Flax NNX modules and used as pure functions.
+
+A module only says which parameters it has and what it computes; parameters live outside, in a plain nested dict, and are merged
+in at trace time (`transformer.py`). Nothing here keeps state: the KV cache is passed in and returned.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from llmjax.model.config import ModelConfig
+from llmjax.model.kv_cache import KVCache
+from llmjax.model.rope import apply_rope
+from pallas_kernels.fused_norm import residual_rms_norm, rms_norm
+from pallas_kernels.gated_activation import gated
+from pallas_kernels.kv_write import write_kv
+from pallas_kernels.matmul import dense
+from pallas_kernels.paged_attention import paged_attention
+
+
+class AttentionInputs(NamedTuple):
+    """What every layer's attention shares: rotary tables [T, H/2], the place of each token, and the rows' page tables."""
+
+    cos: Float[Array, "T H2"]
+    sin: Float[Array, "T H2"]
+    pages: Int[Array, "T"]
+    offsets: Int[Array, "T"]
+    page_table: Int[Array, "R M"]
+    seq_lens: Int[Array, "R"]
+    query_starts: Int[Array, "R+1"]
+
+
+class Linear(nnx.Module):
+    """`x @ weight.T + bias`; the weight is stored [out, in], both operands of the product contract over their last axis."""
+
+    def __init__(self, out_size: int, in_size: int, *, bias: bool, dtype: jnp.dtype) -> None:
+        self.weight = nnx.Param(jnp.zeros((out_size, in_size), dtype))
+        self.bias = nnx.Param(jnp.zeros((out_size,), dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
+        return dense(x, self.weight[...], None if self.bias is None else self.bias[...])
+
+
+class Scale(nnx.Module):
+    """The learned weight of an RMSNorm, float32."""
+
+    def __init__(self, size: int) -> None:
+        self.weight = nnx.Param(jnp.ones((size,), jnp.float32))
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over the paged cache: q, k and v from one product, written to the cache before they are read."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        dtype = jnp.dtype(config.dtype)
+        heads = config.num_heads + 2 * config.num_kv_heads
+        self.qkv = Linear(heads * config.head_dim, config.hidden_size, bias=config.qkv_bias, dtype=dtype)
+        self.out = Linear(config.hidden_size, config.num_heads * config.head_dim, bias=config.output_bias, dtype=dtype)
+        self.q_norm = Scale(config.head_dim) if config.qk_norm else None
+        self.k_norm = Scale(config.head_dim) if config.qk_norm else None
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        inputs: AttentionInputs,
+        cache: KVCache,
+        page_offset: Int[Array, ""],
+        window: Int[Array, ""],
+        *,
+        decode: bool,
+    ) -> tuple[Float[Array, "T D"], KVCache]:
+        c = self.config
+        q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        q, k, v = jnp.split(self.qkv(x), [q_size, q_size + kv_size], axis=-1)
+        q = q.reshape(-1, c.num_heads, c.head_dim)
+        k = k.reshape(-1, c.num_kv_heads, c.head_dim)
+        v = v.reshape(-1, c.num_kv_heads, c.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = rms_norm(q, self.q_norm.weight[...], c.norm_eps)
+            k = rms_norm(k, self.k_norm.weight[...], c.norm_eps)
+        q, k = apply_rope(q, inputs.cos, inputs.sin), apply_rope(k, inputs.cos, inputs.sin)
+        cache = KVCache(*write_kv(cache.k, cache.v, k, v, inputs.pages + page_offset, inputs.offsets))
+        out = paged_attention(
+            q, cache.k, cache.v, inputs.page_table, inputs.seq_lens, inputs.query_starts,
+            page_offset=page_offset, scale=c.head_dim**-0.5, window=window, decode=decode,
+        )  # fmt: skip
+        return self.out(out.reshape(-1, q_size)), cache
+
+
+class MLP(nnx.Module):
+    """Gated MLP: gate and up from one product."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        dtype = jnp.dtype(config.dtype)
+        self.activation = config.activation
+        self.gate_up = Linear(2 * config.mlp_size, config.hidden_size, bias=config.mlp_bias, dtype=dtype)
+        self.down = Linear(config.hidden_size, config.mlp_size, bias=config.mlp_bias, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return self.down(gated(self.gate_up(x), self.activation))
+
+
+class Block(nnx.Module):
+    """One pre-norm decoder layer. The residual stream is carried beside the block's own output, so that the addition
+    joins the next norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.eps = config.norm_eps
+        self.attention_norm = Scale(config.hidden_size)
+        self.attention = Attention(config)
+        self.mlp_norm = Scale(config.hidden_size)
+        self.mlp = MLP(config)
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        residual: Float[Array, "T D"],
+        inputs: AttentionInputs,
+        cache: KVCache,
+        page_offset: Int[Array, ""],
+        window: Int[Array, ""],
+        *,
+        decode: bool,
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], KVCache]:
+        x, residual = residual_rms_norm(x, residual, self.attention_norm.weight[...], self.eps)
+        x, cache = self.attention(x, inputs, cache, page_offset, window, decode=decode)
+        x, residual = residual_rms_norm(x, residual, self.mlp_norm.weight[...], self.eps)
+        return self.mlp(x), residual, cache
+
+
+class Embedding(nnx.Module):
+    """A table of rows [V, D]: the token embedding, or the output head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.weight = nnx.Param(jnp.zeros((config.vocab_size, config.hidden_size), jnp.dtype(config.dtype)))
+
+
+class Decoder(nnx.Module):
+    """The whole model, as a declaration: its parameter tree is the nested dict every loader fills."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.embed = Embedding(config)
+        self.layers = nnx.List([Block(config) for _ in range(config.num_layers)])
+        self.final_norm = Scale(config.hidden_size)
+        if not config.tie_embeddings:
+            self.lm_head = Embedding(config)
+
+
+def abstract_params(config: ModelConfig) -> dict[str, object]:
+    """The parameter tree of `config` as nested dicts of `jax.ShapeDtypeStruct`; nothing is allocated."""
+    model = nnx.eval_shape(lambda: Decoder(config))
+    tree: dict[str, object] = nnx.to_pure_dict(nnx.split(model)[1])
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)

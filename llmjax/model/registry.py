@@ -1,0 +1,72 @@
+"""Which functions serve which model family: the place where a researcher adds a decoder of their own.
+
+A `Model` is two pure functions over a parameter pytree of its own shape. Everything else (pages, batching, sampling,
+serving) is shared. `docs/own_model.md` adds one in under a hundred lines.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from jaxtyping import Array, Float
+
+from llmjax.errors import UnsupportedModelError
+from llmjax.model import transformer
+from llmjax.model.batch import ModelBatch
+from llmjax.model.kv_cache import CacheShape, KVCache
+
+
+@runtime_checkable
+class DecoderConfig(CacheShape, Protocol):
+    """What the engine reads of a config; the rest is the model's own. Must be hashable: it is a static argument."""
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+
+
+@runtime_checkable
+class Model(Protocol):
+    """A decoder over the paged cache. Both functions are pure and are traced inside the engine's programs."""
+
+    def forward(
+        self, params: Any, batch: ModelBatch, kv_cache: KVCache, *, config: Any, decode: bool
+    ) -> tuple[Float[Array, "T D"], KVCache]:
+        """Hidden states of the batch's T tokens, and the cache with their K and V at `batch.slot_mapping`.
+
+        A token's result may depend on its own row's tokens only. `decode` (static) promises one token a row.
+        """
+        ...
+
+    def logits(self, params: Any, hidden: Float[Array, "T D"], *, config: Any) -> Float[Array, "T V"]:
+        """float32 logits; ids from `config.num_tokens` on must be -inf."""
+        ...
+
+
+class _Module:
+    """The shared decoder of `transformer.py`, in the form of a `Model`."""
+
+    forward = staticmethod(transformer.forward)
+    logits = staticmethod(transformer.logits)
+
+
+_MODELS: dict[str, Model] = {family: _Module() for family in ("llama", "qwen2", "qwen3", "mistral")}
+
+
+def register_model(family: str, model: Model) -> None:
+    """Serve configs whose `family` is this name with `model`. Replacing a name is allowed: last call wins."""
+    if not isinstance(model, Model):
+        raise UnsupportedModelError(f"model {family!r} must have the functions forward and logits (llmjax.model.registry.Model)")
+    _MODELS[family] = model
+
+
+def get_model(family: str) -> Model:
+    """The model registered for `family`."""
+    if family not in _MODELS:
+        raise UnsupportedModelError(f"no model is registered for family {family!r}; known: {', '.join(sorted(_MODELS))}")
+    return _MODELS[family]

@@ -1,0 +1,104 @@
+"""The decoder as pure functions: `forward`, `logits`, `first_non_finite_layer`.
+
+One Block is traced per program, not one per layer: layers share an inner `jax.jit` whose layer-dependent values (page
+    offset, window)
+are arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from llmjax.model.batch import ModelBatch
+from llmjax.model.config import ModelConfig
+from llmjax.model.kv_cache import KVCache
+from llmjax.model.layers import AttentionInputs, Block
+from llmjax.model.rope import cos_sin
+from pallas_kernels.fused_norm import residual_rms_norm
+from pallas_kernels.matmul import dense
+
+Params = dict[str, Any]  # nested; leaves are jax.Array; see `layers.abstract_params`
+
+
+@functools.partial(jax.jit, static_argnames=("config", "decode"))
+def _block(
+    layer: Params,
+    x: Float[Array, "T D"],
+    residual: Float[Array, "T D"],
+    inputs: AttentionInputs,
+    cache: KVCache,
+    page_offset: Int[Array, ""],
+    window: Int[Array, ""],
+    *,
+    config: ModelConfig,
+    decode: bool,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"], KVCache]:
+    graph = nnx.split(nnx.eval_shape(lambda: Block(config)))[0]
+    return nnx.merge(graph, layer)(x, residual, inputs, cache, page_offset, window, decode=decode)
+
+
+def forward(
+    params: Params, batch: ModelBatch, kv_cache: KVCache, *, config: ModelConfig, decode: bool = False
+) -> tuple[Float[Array, "T D"], KVCache]:
+    """Run the decoder over a batch of packed tokens.
+
+    Args:
+        params: nested dict as `abstract_params(config)` describes.
+        batch: tokens and where they belong; see `ModelBatch`.
+        kv_cache: holds the rows' earlier tokens. Donate it under `jit` and the update happens in place.
+        config: static.
+        decode: static; True promises one token a row (T == R).
+
+    Returns:
+        hidden states [T, D] after the final norm, in `config.dtype`, and the cache with the new tokens' keys and values.
+        `logits` turns the rows you need into logits.
+    """
+    hidden, cache, _ = _run_layers(params, batch, kv_cache, config=config, decode=decode)
+    return hidden, cache
+
+
+def _run_layers(
+    params: Params, batch: ModelBatch, kv_cache: KVCache, *, config: ModelConfig, decode: bool
+) -> tuple[Float[Array, "T D"], KVCache, list[Array]]:
+    pages_a_layer = kv_cache.k.shape[0] // config.num_layers
+    page_size = kv_cache.page_size
+    cos, sin = cos_sin(batch.positions, config)
+    inputs = AttentionInputs(
+        cos=cos, sin=sin,
+        pages=batch.slot_mapping // page_size, offsets=batch.slot_mapping % page_size,
+        page_table=batch.page_table, seq_lens=batch.seq_lens, query_starts=batch.query_starts,
+    )  # fmt: skip
+    x = jnp.take(params["embed"]["weight"], batch.tokens, axis=0, mode="clip")
+    residual = jnp.zeros_like(x)
+    streams = []
+    for index in range(config.num_layers):
+        x, residual, kv_cache = _block(
+            params["layers"][index], x, residual, inputs, kv_cache,
+            jnp.int32(index * pages_a_layer), jnp.int32(config.sliding_windows[index]),
+            config=config, decode=decode,
+        )  # fmt: skip
+        streams.append(residual + x)
+    hidden, _ = residual_rms_norm(x, residual, params["final_norm"]["weight"], config.norm_eps)
+    return hidden, kv_cache, streams
+
+
+def logits(params: Params, hidden: Float[Array, "... D"], *, config: ModelConfig) -> Float[Array, "... V"]:
+    """float32 logits of hidden states; padding rows of the vocabulary (ids from `config.num_tokens`) are -inf."""
+    head = params["embed"] if config.tie_embeddings else params["lm_head"]
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    out = dense(flat, head["weight"], out_dtype=jnp.float32)
+    if config.num_tokens < config.vocab_size:
+        out = jnp.where(jnp.arange(config.vocab_size) < config.num_tokens, out, -jnp.inf)
+    return out.reshape(*hidden.shape[:-1], config.vocab_size)
+
+
+def layer_finiteness(params: Params, batch: ModelBatch, kv_cache: KVCache, *, config: ModelConfig) -> Array:
+    """For each layer, whether the residual stream after it is finite everywhere: bool [L]. Diagnosis, not serving."""
+    _, _, streams = _run_layers(params, batch, kv_cache, config=config, decode=False)
+    return jnp.stack([jnp.isfinite(stream).all() for stream in streams])

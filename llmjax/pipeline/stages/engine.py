@@ -1,0 +1,193 @@
+"""The `engine` stage: an engine in memory, for the stages after it. Gives the object of the Python API, `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from llmjax.engine.config import EngineConfig
+from llmjax.errors import ConfigError, ModelError
+from llmjax.pipeline.schema import OneOrMore, Section, Share, Size, StageSection, located
+from llmjax.pipeline.stages import StageContext, StageInput, StageKind
+from llmjax.pipeline.tree import KeyPath
+
+if TYPE_CHECKING:
+    from llmjax.engine.llm import LLM
+    from llmjax.pipeline.stages.model import ModelReference
+
+_DEFAULTS = EngineConfig()
+
+# EngineConfig's field -> where it is in the file; its errors name the former.
+_PLACES: Mapping[str, tuple[str, ...]] = {
+    "max_context": ("max_context",),
+    "page_size": ("kv_cache", "page_size"),
+    "kv_cache_bytes": ("kv_cache", "memory"),
+    "kv_cache_fraction": ("kv_cache", "fraction"),
+    "max_sequences": ("batching", "max_sequences"),
+    "max_tokens_per_step": ("batching", "max_tokens_per_step"),
+    "prefill_chunk": ("batching", "prefill_chunk"),
+    "decode_steps": ("batching", "decode_steps"),
+    "row_buckets": ("batching", "buckets", "rows"),
+    "token_buckets": ("batching", "buckets", "tokens"),
+    "deterministic": ("deterministic",),
+}
+
+
+class KVCacheSection(Section):
+    """The pages that hold keys and values."""
+
+    page_size: Literal[16, 32, 64] = Field(16, description="Tokens a page.")
+    memory: Size | None = Field(None, description="Size of the page pool, e.g. 256MiB. Either this or `fraction`.")
+    fraction: Share | None = Field(
+        None,
+        description="Share of the process's memory budget that is left after all weights; by default 90%. "
+        "The fractions of a file's engines add up to at most 100%.",
+    )
+
+    @model_validator(mode="after")
+    def _one_size(self) -> KVCacheSection:
+        if self.memory is not None and self.fraction is not None:
+            raise located("give either memory or fraction, not both", "fraction")
+        return self
+
+
+class BucketsSection(Section):
+    """Static shapes to compile for. By default chosen by the maxima."""
+
+    rows: Annotated[list[int], OneOrMore] = Field(
+        default_factory=list, description="Batch sizes of decode programs, rising, the last one max_sequences."
+    )
+    tokens: Annotated[list[int], OneOrMore] = Field(
+        default_factory=list, description="Token counts of extend programs, rising, the last one max_tokens_per_step."
+    )
+
+
+class BatchingSection(Section):
+    """How requests share a launch."""
+
+    max_sequences: int = Field(_DEFAULTS.max_sequences, ge=1, description="Requests computed at the same time, at most.")
+    max_tokens_per_step: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of one extend launch, decoding requests included; by default 2048 on a GPU, 512 on a CPU.",
+    )
+    prefill_chunk: int = Field(_DEFAULTS.prefill_chunk, ge=1, description="Tokens of one prompt in one launch, at most.")
+    decode_steps: int | None = Field(
+        None, ge=1, description="Decode steps in one launch when nothing waits; by default 8 on a GPU, 1 on a CPU."
+    )
+    buckets: BucketsSection = Field(
+        default_factory=lambda: BucketsSection.model_validate({}), description="Static shapes to compile for."
+    )
+
+
+class EngineSection(StageSection):
+    """An engine: continuous batching over one model."""
+
+    model: str | None = Field(None, description="Stage that gives the model; by default the only earlier one.")
+    max_context: int | None = Field(
+        None, ge=1, description="Tokens of prompt and output together; by default the model's, at most 8192."
+    )
+    kv_cache: KVCacheSection = Field(
+        default_factory=lambda: KVCacheSection.model_validate({}), description="The pages that hold keys and values."
+    )
+    batching: BatchingSection = Field(
+        default_factory=lambda: BatchingSection.model_validate({}), description="How requests share a launch."
+    )
+    deterministic: bool = Field(
+        False, description="The same tokens whatever the neighbours are: one row bucket and one token bucket."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> EngineSection:
+        try:
+            self.engine_config()
+        except ConfigError as error:
+            text = str(error)
+            field = text.split(" ", 1)[0]
+            for name, place in _PLACES.items():
+                if name != place[-1]:
+                    text = text.replace(name, ".".join(place))
+            raise located(text, *_PLACES.get(field, ())) from None
+        return self
+
+    def engine_config(self, *, seed: int | None = None, compile_cache: str | None = None) -> EngineConfig:
+        """The engine's own configuration. Raises `ConfigError` for numbers that do not fit each other."""
+        batching = self.batching
+        fraction = self.kv_cache.fraction
+        return EngineConfig(
+            max_context=self.max_context,
+            page_size=self.kv_cache.page_size,
+            kv_cache_bytes=self.kv_cache.memory,
+            kv_cache_fraction=_DEFAULTS.kv_cache_fraction if fraction is None else fraction,
+            max_sequences=batching.max_sequences,
+            max_tokens_per_step=batching.max_tokens_per_step,
+            prefill_chunk=batching.prefill_chunk,
+            decode_steps=batching.decode_steps,
+            row_buckets=tuple(batching.buckets.rows),
+            token_buckets=tuple(batching.buckets.tokens),
+            seed=seed,
+            compile_cache=compile_cache,
+            deterministic=self.deterministic,
+        )
+
+
+class EngineKind(StageKind[EngineSection]):
+    """Lives in memory and is closed after the last stage that uses it."""
+
+    name = "engine"
+    section = EngineSection
+    gives = "engine"
+    inputs = (StageInput("model", "model"),)
+    live = True
+
+    def check_together(self, stages: Sequence[tuple[str, EngineSection]]) -> Sequence[tuple[str, KeyPath, str]]:
+        """The engines of a file share one device: their fractions add up to at most 100 %."""
+        sharing = [(name, config.kv_cache.fraction) for name, config in stages if config.kv_cache.memory is None]
+        total = sum(_DEFAULTS.kv_cache_fraction if fraction is None else fraction for _, fraction in sharing)
+        if total <= 1.0 + 1e-9:
+            return ()
+        names = ", ".join(f"{name} {100 * (_DEFAULTS.kv_cache_fraction if f is None else f):g}%" for name, f in sharing)
+        message = f"the engines' shares add up to {100 * total:g}%, more than 100% ({names}; the default is 90%)"
+        return [(sharing[-1][0], ("kv_cache", "fraction"), message)]
+
+    def run(self, context: StageContext[EngineSection]) -> LLM:
+        """Loads the model and builds the engine: returns when it is warm."""
+        config = context.config.engine_config(seed=context.runtime.seed, compile_cache=str(context.artifacts / "compile_cache"))
+        return build_engine(context.inputs["model"], config, context)
+
+    def summary(self, value: Any) -> Mapping[str, Any]:
+        """The pages it has."""
+        return {"pages": value.engine.stats.num_pages, "page size": value.engine.config.page_size}
+
+
+def build_engine(reference: ModelReference, config: EngineConfig, context: StageContext[EngineSection]) -> LLM:
+    """The one call into the engine; imported here because it starts JAX. The process's settings come first."""
+    from llmjax.engine.backend import configure_backend
+
+    runtime = context.runtime
+    configure_backend(platform=runtime.requested, memory_fraction=runtime.memory_fraction)
+    from llmjax.engine.llm import LLM
+    from llmjax.engine.tokenizer import load_tokenizer
+
+    loaded = reference.load(context.digests)
+    template = reference.section.chat_template
+    if template is None:
+        return LLM(loaded, engine_config=config)
+    assert loaded.path is not None, "the schema refuses a template for random weights"
+    tokenizer = load_tokenizer(loaded.path)
+    tokenizer.use_chat_template(read_template(template))
+    return LLM(loaded, engine_config=config, tokenizer=tokenizer)
+
+
+def read_template(path: str) -> str:
+    """The text of a Jinja file. Raises `ModelError` for one that cannot be read."""
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"the chat template {path} cannot be read: {error}") from None
+
+
+KIND = EngineKind()

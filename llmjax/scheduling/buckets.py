@@ -1,0 +1,44 @@
+"""Buckets: the few static sizes programs are compiled for, and which one a launch takes.
+
+A launch of n rows (or tokens) runs in the smallest bucket that holds n and is padded to it. Decode programs number row
+buckets x {1, K steps} and extend programs token buckets, so the limits below keep the sum at 14: with the few small
+programs beside them an engine compiles sixteen at most. Knows numbers only.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+
+MAX_ROW_BUCKETS = 5
+MAX_TOKEN_BUCKETS = 4
+MIN_TOKEN_BUCKET = 16
+"""A smaller launch costs the same: the weights are read once either way, and a matmul tile has at least 16 rows."""
+
+
+def choose_row_buckets(max_sequences: int) -> tuple[int, ...]:
+    """At most five rising batch sizes from 1 to `max_sequences`, powers of two evenly spaced in the exponent (64: 1 4 8 32 64).
+
+    One row is its own bucket, because a single stream is what a person waits for; between the others the padding is at most
+    the ratio of neighbours, 4 up to 256 rows.
+    """
+    exponent = math.log2(max_sequences)
+    gaps = MAX_ROW_BUCKETS - 1
+    powers = {2 ** math.ceil(exponent * i / gaps) for i in range(gaps)}
+    return (*sorted(p for p in powers if p < max_sequences), max_sequences)
+
+
+def choose_token_buckets(max_tokens_per_step: int) -> tuple[int, ...]:
+    """At most four rising token counts up to `max_tokens_per_step`, each about a quarter of the next (2048: 32 128 512 2048)."""
+    buckets = [max_tokens_per_step]
+    while len(buckets) < MAX_TOKEN_BUCKETS and buckets[0] > MIN_TOKEN_BUCKET:
+        quarter = 2 ** math.ceil(math.log2(buckets[0] / 4))
+        buckets.insert(0, max(quarter, MIN_TOKEN_BUCKET))
+    return tuple(buckets)
+
+
+def pick(buckets: Sequence[int], n: int) -> int:
+    """The smallest of the rising `buckets` that holds `n`, which must be between 1 and the last bucket."""
+    assert 1 <= n <= buckets[-1], f"{n} is outside 1..{buckets[-1]}"
+    return buckets[bisect.bisect_left(buckets, n)]

@@ -1,0 +1,181 @@
+"""What the host knows of a request, and what scheduler and runner say to each other. No JAX here, and no text.
+
+The scheduler makes a `ScheduledBatch`; the runner turns it into one device launch and later returns a `StepOutput`. The
+host is one launch ahead of the results it has seen: `Request.num_in_flight` counts tokens that were launched but not yet read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Literal
+
+import numpy as np
+
+from llmjax.sampling_params import SamplingParams
+
+
+class RequestState(enum.Enum):
+    """Life of a request; `PREEMPTED` waits at the head of the queue and is computed again."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One choice of one prompt (a request with n choices is n of these).
+
+    Attributes:
+        request_id: unique among unfinished requests.
+        prompt_ids: token ids, at least one.
+        params: checked sampling settings; `params.n` is not looked at here.
+        seed: 64-bit noise seed, already drawn; with `choice` and the token's position it fixes all noise of the request.
+        choice: index among the choices of its prompt.
+        eos_ids: the model's end-of-sequence ids, empty when `params.ignore_eos`.
+        limit: new tokens at most: `params.max_tokens` cut to what the context leaves.
+        arrival_time: monotonic seconds.
+        output_ids: new tokens read back so far.
+        num_prefill_tokens: tokens the host knew when it admitted the request (prompt, and output after a preemption). Positions
+            from here on are sampled on the device: the request decodes once `num_computed_tokens` has reached this.
+        num_computed_tokens: tokens whose K and V are in the cache once all dispatched launches have run.
+        num_in_flight: tokens dispatched to be sampled whose values the host has not read yet.
+        row: index in the device batch while running, else -1.
+        pages: page ids in order of position, owned by this request.
+        last_step: step id of the last launch that may touch `pages`, -1 before the first.
+        epoch: grows at each preemption. The scheduler preempts only when no launch is in flight, so that a result always meets
+            the epoch it was dispatched in.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    limit: int
+    choice: int = 0
+    eos_ids: tuple[int, ...] = ()
+    arrival_time: float = 0.0
+    output_ids: list[int] = dataclasses.field(default_factory=list)
+    state: RequestState = RequestState.WAITING
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    num_prefill_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_in_flight: int = 0
+    num_preemptions: int = 0
+    row: int = -1
+    pages: list[int] = dataclasses.field(default_factory=list)
+    last_step: int = -1
+    epoch: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose values the host knows: prompt and read output."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Every token id that ends the output (the device and `Scheduler.update` both decide by this)."""
+        return tuple(dict.fromkeys((*self.eos_ids, *self.params.stop_ids)))
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will be computed for it."""
+        return self.state is RequestState.FINISHED
+
+
+@dataclasses.dataclass
+class ScheduledRow:
+    """One request's part in a launch.
+
+    Attributes:
+        request, row, epoch: who, in which device row, and the request's epoch at dispatch.
+        start: position (0-based) of the first token computed.
+        num_tokens: tokens computed (in a decode launch: steps at most, one token a step).
+        token_ids: the values known to the host, for positions start..; shorter than `num_tokens` where the token is still on the
+            device (the row's last sampled one), which the device then fills in.
+        samples: tokens sampled at most: 0 for a chunk that does not reach the last known token, else 1 (extend) or
+            steps (decode).
+        is_new: the device must reset this row (settings, page table, counts) before the launch.
+        new_pages: (index in the row's page table, page id) appended by this launch.
+        wants_prompt_logprobs: score the chunk's tokens in this launch.
+    """
+
+    request: Request
+    row: int
+    epoch: int
+    start: int
+    num_tokens: int
+    token_ids: list[int]
+    samples: int
+    is_new: bool = False
+    new_pages: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    wants_prompt_logprobs: bool = False
+
+
+@dataclasses.dataclass
+class ScheduledBatch:
+    """One launch. `kind` is "extend" (ragged chunks; decoding rows join with one token) or "decode" (`num_steps` steps a row)."""
+
+    step_id: int
+    kind: Literal["extend", "decode"]
+    num_steps: int
+    rows: list[ScheduledRow]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed at most (one step of a decode launch)."""
+        return sum(row.num_tokens for row in self.rows) if self.kind == "extend" else len(self.rows)
+
+
+@dataclasses.dataclass
+class TopLogprobs:
+    """Alternatives of each sampled token: `ids` and `logprobs` are [steps, rows, 20], most likely first."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclasses.dataclass
+class PromptScores:
+    """Of an extend launch's packed tokens: entry t scores the token that *follows* packed token t.
+
+    `logprobs` float32 [T], `ranks` int32 [T] (1 is the most likely), `top_ids` / `top_logprobs` [T, 20].
+    """
+
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+@dataclasses.dataclass
+class StepOutput:
+    """What a launch produced, as numpy on the host; column i belongs to `batch.rows[i]`.
+
+    Attributes:
+        tokens: int32 [steps, rows]; -1 where the row sampled nothing at that step (finished before, or a chunk in the middle).
+        logprobs: float32 [steps, rows] of those tokens.
+        ranks: int32 [steps, rows]; 1 is the most likely token.
+        finite: bool [steps, rows]; False where the logits held NaN or nothing but -inf. The token is then -1.
+        top: alternatives, present when a row asked for logprobs.
+        prompt_scores: present when a row asked for prompt logprobs; packed like the launch's tokens.
+    """
+
+    batch: ScheduledBatch
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    finite: np.ndarray
+    top: TopLogprobs | None = None
+    prompt_scores: PromptScores | None = None

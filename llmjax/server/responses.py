@@ -1,0 +1,192 @@
+"""The OpenAI answers, built from `RequestOutput`: bodies of both endpoints, their logprobs, usage and errors. Host only: no HTTP.
+
+Rules
+- Logprobs and `usage.completion_tokens` cover every sampled token, the one that ended the output included, whether or not the
+  text shows it.
+- `text_offset` counts characters from the start of the prompt's text, with or without `echo`. A token that carries part of a
+  character has the offset of that character; a token the text leaves out has the offset of what comes next.
+- A logprob of minus infinity is written as -9999.0, because JSON has no infinity.
+- The old format names tokens by text; one whose bytes are no text by itself is written `bytes:\\xf0\\x9f`, so that names stay
+  distinct.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
+from llmjax.errors import ContextLengthError, LlmjaxError, RequestError
+from llmjax.server.protocol import ApiRequest
+
+LOWEST_LOGPROB = -9999.0
+_RESYNC_CHARS = 4  # how far ahead a token's text is looked for when the text left something out before it
+
+
+def response_body(
+    request: ApiRequest,
+    outputs: Sequence[RequestOutput],
+    *,
+    response_id: str,
+    model: str,
+    created: int,
+    decode: Callable[[list[int]], str],
+) -> dict[str, Any]:
+    """The whole answer to a request that did not stream.
+
+    Args:
+        outputs: one finished output a prompt, in the order of `request.prompts` (exactly one for chat).
+        response_id: unique part of the answer's id.
+        model: the served model's own name.
+        created: Unix seconds.
+        decode: token ids to text, for prompts that were given as ids.
+    """
+    chat = request.endpoint == "chat"
+    choices: list[dict[str, Any]] = []
+    for output in outputs:
+        for choice in output.outputs:
+            body = _chat_choice(choice) if chat else _completion_choice(request, output, choice, decode)
+            body["index"] = len(choices)
+            if request.prompt_logprobs_asked:
+                body["prompt_logprobs"] = _prompt_logprobs(output)
+            choices.append(body)
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{response_id}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": choices,
+        "usage": usage(outputs),
+    }
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
+    """Token counts: each prompt once, however many choices it has; every sampled token."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def error_body(error: LlmjaxError) -> dict[str, Any]:
+    """The OpenAI error object. A `RequestError` is the client's fault; anything else is ours."""
+    if isinstance(error, RequestError):
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
+        return {"error": {"message": str(error), "type": "invalid_request_error", "param": error.param, "code": code}}
+    return {"error": {"message": str(error), "type": "server_error", "param": None, "code": "internal_error"}}
+
+
+# -- choices
+
+
+def _chat_choice(choice: CompletionOutput) -> dict[str, Any]:
+    logprobs = None
+    if choice.logprobs is not None:
+        logprobs = {"content": [_chat_position(position) for position in choice.logprobs], "refusal": None}
+    return {
+        "index": 0,
+        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+
+
+def _completion_choice(
+    request: ApiRequest, output: RequestOutput, choice: CompletionOutput, decode: Callable[[list[int]], str]
+) -> dict[str, Any]:
+    logprobs = None
+    needs_prompt = request.echo or choice.logprobs is not None
+    prompt = "" if not needs_prompt else output.prompt if output.prompt is not None else decode(output.prompt_token_ids)
+    if choice.logprobs is not None:
+        logprobs = _completion_logprobs(request.echo, output, choice, prompt, decode)
+    return {
+        "index": 0,
+        "text": prompt + choice.text if request.echo else choice.text,
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+
+
+def _completion_logprobs(
+    echo: bool, output: RequestOutput, choice: CompletionOutput, prompt: str, decode: Callable[[list[int]], str]
+) -> dict[str, Any]:
+    """The old format: parallel lists. With `echo` they start with the prompt's tokens, whose first has no logprob."""
+    assert choice.logprobs is not None
+    positions: list[PositionLogprobs | None] = []
+    names: list[str] = []
+    offsets: list[int] = []
+    if echo and output.prompt_logprobs is not None:
+        positions += output.prompt_logprobs
+        first = decode(output.prompt_token_ids[:1])
+        tokens = [None if position is None else position.chosen for position in output.prompt_logprobs]
+        names += [first if token is None else _old_name(token) for token in tokens]
+        offsets += _offsets([first.encode() if token is None else token.bytes for token in tokens], prompt, 0)
+    positions += choice.logprobs
+    names += [_old_name(position.chosen) for position in choice.logprobs]
+    offsets += _offsets([position.chosen.bytes for position in choice.logprobs], choice.text, len(prompt))
+    return {
+        "tokens": names,
+        "token_logprobs": [None if position is None else _finite(position.chosen.logprob) for position in positions],
+        "top_logprobs": [None if position is None else _old_top(position) for position in positions],
+        "text_offset": offsets,
+    }
+
+
+def _offsets(pieces: Sequence[bytes], text: str, origin: int) -> list[int]:
+    """Where in `text` each token begins, in characters, plus `origin`. Never falls, never passes the end of the text."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    offsets: list[int] = []
+    position = 0
+    for piece in pieces:
+        part = decoder.decode(piece)
+        found = text.find(part, position, position + len(part) + _RESYNC_CHARS) if part else position
+        offsets.append(origin + (position if found < 0 else found))
+        if found >= 0:
+            position = found + len(part)
+        elif text[position:] and part.startswith(text[position:]):
+            position = len(text)  # a stop string cut this token's text
+    return offsets
+
+
+def _old_top(position: PositionLogprobs) -> dict[str, float]:
+    """Alternatives by name, the chosen token always among them; of two tokens with one name the likelier counts."""
+    out: dict[str, float] = {}
+    for token in (*position.top, position.chosen):
+        out.setdefault(_old_name(token), _finite(token.logprob))
+    return out
+
+
+def _old_name(token: TokenLogprob) -> str:
+    try:
+        return token.bytes.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)
+
+
+def _chat_position(position: PositionLogprobs) -> dict[str, Any]:
+    return {**_chat_token(position.chosen), "top_logprobs": [_chat_token(token) for token in position.top]}
+
+
+def _chat_token(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.bytes)}
+
+
+def _prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+    """One entry a prompt token, None for the first: {token id: {logprob, rank, decoded_token}}, the token itself among them."""
+    if output.prompt_logprobs is None:
+        return None
+    return [
+        None
+        if position is None
+        else {
+            str(token.token_id): {"logprob": _finite(token.logprob), "rank": token.rank, "decoded_token": token.text}
+            for token in (position.chosen, *position.top)
+        }
+        for position in output.prompt_logprobs
+    ]
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

@@ -1,0 +1,40 @@
+"""RMSNorm, alone or together with the residual addition in front of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pallas_kernels.dispatch import Operation
+from pallas_kernels.fused_norm import xla
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
+
+RMS_NORM = Operation("rms_norm", xla.rms_norm)
+RESIDUAL_RMS_NORM = Operation("residual_rms_norm", xla.residual_rms_norm)
+
+
+def rms_norm(
+    x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float, *, implementation: str | None = None
+) -> Float[Array, "... D"]:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in float32, returned in x's dtype.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, equation 4.
+    """
+    return RMS_NORM(x, weight, eps, implementation=implementation)
+
+
+def residual_rms_norm(
+    x: Float[Array, "... D"],
+    residual: Float[Array, "... D"],
+    weight: Float[Array, "D"],
+    eps: float,
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "... D"], Float[Array, "... D"]]:
+    """Adds x to the residual stream and norms the sum: (normed, new_residual).
+
+    The new residual has the residual's dtype; the norm is taken of it as stored, in float32, and has x's dtype.
+    """
+    return RESIDUAL_RMS_NORM(x, residual, weight, eps, implementation=implementation)

@@ -1,0 +1,251 @@
+"""Paged attention in plain JAX: the reference, the fallback, and what runs on CPU.
+
+The packed queries are cut into tiles of one row each. Tiles are worked on in groups; for each group a loop walks over the
+keys in chunks and keeps an online softmax (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022), so that neither
+a full score matrix nor a whole gathered context ever exists. The bounds of both loops are data: the number of tiles there
+really are, and from the start of the group's earliest window to the end of its longest context.
+
+Chunks start at multiples of the chunk size, counted from the sequence's beginning, and a chunk of which a query sees
+nothing leaves its sums exactly as they were. So a result does not depend on how a prompt was cut, nor on the other rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+class Tiling(NamedTuple):
+    """Sizes of the work units of one platform.
+
+    Attributes:
+        chunk: keys an iteration of the inner loop (rounded down to whole pages, at least one page).
+        singles: rows with one query that are worked on together.
+        tile: queries a tile for rows with more than one.
+        tiles: such tiles that are worked on together.
+        keys_left: for tiles of one query, whether the keys are the left operand of the score matmul.
+    """
+
+    chunk: int
+    singles: int
+    tile: int
+    tiles: int
+    keys_left: bool
+
+
+# On CPU small groups, because a group pays for its longest member, and the few rows of a single query on the right, which
+# is a tenth faster there; on GPU few and large kernels.
+CPU = Tiling(chunk=128, singles=4, tile=64, tiles=1, keys_left=True)
+GPU = Tiling(chunk=256, singles=256, tile=64, tiles=64, keys_left=False)
+
+_FAR = jnp.iinfo(jnp.int32).max // 2  # beyond any position, and safe to add to one
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "decode"))
+def paged_attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    page_table: Array,
+    seq_lens: Array,
+    query_starts: Array,
+    *,
+    page_offset: int | Array,
+    scale: float,
+    window: int | Array,
+    soft_cap: float,
+    decode: bool,
+) -> Array:
+    """See `pallas_kernels.paged_attention.paged_attention`. Jitted so that a model lowers it once, not once a layer."""
+
+    def on(tiling: Tiling) -> functools.partial[Array]:
+        return functools.partial(_attention, scale=scale, soft_cap=soft_cap, decode=decode, tiling=tiling)
+
+    window = jnp.asarray(window, jnp.int32)
+    reach = jnp.where(window > 0, window, _FAR)
+    operands = (q, k_cache, v_cache, page_table, seq_lens, query_starts, jnp.asarray(page_offset, jnp.int32), reach)
+    return lax.platform_dependent(*operands, cpu=on(CPU), default=on(GPU))
+
+
+class _Tiles(NamedTuple):
+    """Work units, one entry a tile [n]. Depends on the batch alone, so that XLA computes it once for all layers.
+
+    Attributes:
+        index: [n, tile] where in q each query is; T where there is none.
+        last: [n, tile] the position of each query, the last key it sees; -1 where there is none.
+        start, end: [n] the keys that at least one query sees; start is beyond end where there is no query.
+        row: [n] the row whose pages hold the keys.
+    """
+
+    index: Array
+    last: Array
+    start: Array
+    end: Array
+    row: Array
+
+
+def _attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    page_table: Array,
+    seq_lens: Array,
+    query_starts: Array,
+    page_offset: Array,
+    reach: Array,
+    *,
+    scale: float,
+    soft_cap: float,
+    decode: bool,
+    tiling: Tiling,
+) -> Array:
+    tokens, rows = q.shape[0], page_table.shape[0]
+    chunk_pages = max(1, tiling.chunk // k_cache.shape[2])
+    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % chunk_pages))) + page_offset
+    counts = jnp.where(seq_lens > 0, jnp.diff(query_starts), 0)
+
+    def attend(out: Array, selected: Array, tile: int, bound: int, group: int) -> Array:
+        """Adds the queries of the selected rows to `out`: `bound` tiles at most, `group` of them at a time."""
+        group = min(group, bound)
+        groups = -(-bound // group)
+        tiles, num_tiles = _cut(jnp.where(selected, counts, 0), seq_lens, query_starts, reach, tile, groups * group, tokens)
+
+        def body(index: Array, out: Array) -> Array:
+            part = _Tiles(*(lax.dynamic_slice_in_dim(x, index * group, group) for x in tiles))
+            result = _attend_tiles(
+                part,
+                q,
+                k_cache,
+                v_cache,
+                table,
+                reach,
+                chunk_pages=chunk_pages,
+                keys_left=tiling.keys_left and tile == 1,
+                scale=scale,
+                soft_cap=soft_cap,
+            )
+            return out.at[part.index].set(result.astype(out.dtype), mode="drop")
+
+        if groups == 1:
+            return body(jnp.int32(0), out)
+        return lax.fori_loop(0, (num_tiles + group - 1) // group, body, out)
+
+    # Rows with one query have tiles of their own: decoding rows in an extend launch must not pay for a wide tile.
+    out = attend(jnp.zeros_like(q), counts == 1, 1, min(rows, tokens), tiling.singles)
+    if decode or tokens < 2:
+        return out
+    tile = min(tiling.tile, tokens)
+    return attend(out, counts > 1, tile, tokens // tile + min(rows, tokens // 2), tiling.tiles)
+
+
+def _cut(
+    counts: Array, seq_lens: Array, query_starts: Array, reach: Array, tile: int, bound: int, tokens: int
+) -> tuple[_Tiles, Array]:
+    """Cuts the last counts[r] tokens of each row into tiles, row after row: the list [bound], and how many there are."""
+    tile_counts = (counts + tile - 1) // tile
+    ends = jnp.cumsum(tile_counts)
+    number = jnp.arange(bound)
+    row = jnp.searchsorted(ends, number, side="right", method="compare_all")
+    live = row < ends.shape[0]
+    row = jnp.where(live, row, 0)
+    begin = (number - (ends - tile_counts)[row]) * tile
+    count = jnp.where(live, jnp.minimum(counts[row] - begin, tile), 0)
+    position = (seq_lens - counts)[row] + begin
+    offsets = jnp.arange(tile)
+    valid = offsets < count[:, None]
+    tiles = _Tiles(
+        index=jnp.where(valid, (query_starts[row] + begin)[:, None] + offsets, tokens),
+        last=jnp.where(valid, position[:, None] + offsets, -1),
+        start=jnp.where(live, jnp.maximum(position - reach + 1, 0), _FAR),
+        end=jnp.where(live, position + count, 0),
+        row=row,
+    )
+    return tiles, ends[-1]
+
+
+def _attend_tiles(
+    tiles: _Tiles,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    table: Array,
+    reach: Array,
+    *,
+    chunk_pages: int,
+    keys_left: bool,
+    scale: float,
+    soft_cap: float,
+) -> Array:
+    """Attention of some tiles: [n, tile, N, H] in float32."""
+    heads, dim = q.shape[1:]
+    kv_heads = k_cache.shape[1]
+    chunk = chunk_pages * k_cache.shape[2]
+    (n, tile), group = tiles.index.shape, heads // kv_heads
+
+    # Queries [n, K, tile * G, H]: the heads that share a kv head are rows of one matmul.
+    queries = q.at[tiles.index].get(mode="fill", fill_value=0).reshape(n, tile, kv_heads, group, dim)
+    queries = queries.transpose(0, 2, 1, 3, 4).reshape(n, kv_heads, tile * group, dim).astype(k_cache.dtype)
+    last = jnp.repeat(tiles.last, group, axis=1)[:, None, :, None]
+    row_pages = table[tiles.row]
+
+    def body(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        peak, total, acc = carry
+        pages = lax.dynamic_slice_in_dim(row_pages, index * chunk_pages, chunk_pages, axis=1)
+        keys = index * chunk + jnp.arange(chunk)
+        key_rows = _gather(k_cache, pages)
+        if keys_left:  # the barrier keeps XLA from folding the transpose back into the dot
+            scores = lax.optimization_barrier(_dot(key_rows, queries, contract=3)).swapaxes(2, 3) * scale
+        else:
+            scores = _dot(queries, key_rows, contract=3) * scale
+        if soft_cap:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        scores = jnp.where((keys <= last) & (keys > last - reach), scores, -jnp.inf)
+        # A weight of 0 does not silence a NaN, so values that no query of the tile may see are zeroed themselves.
+        owned = (keys >= tiles.start[:, None]) & (keys < tiles.end[:, None])
+        values = jnp.where(owned[:, None, :, None], _gather(v_cache, pages), 0)
+
+        new_peak = jnp.maximum(peak, scores.max(axis=-1))
+        base = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)  # nothing seen yet: keeps -inf - -inf out
+        weights = jnp.exp(scores - base[..., None])
+        decay = jnp.exp(peak - base)
+        total = total * decay + _row_sum(weights)
+        acc = acc * decay[..., None] + _dot(weights.astype(values.dtype), values, contract=2)
+        return new_peak, total, acc
+
+    shape = (n, kv_heads, tile * group)
+    empty = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, dim)))
+    first_chunk, end_chunk = jnp.min(tiles.start) // chunk, (jnp.max(tiles.end) + chunk - 1) // chunk
+    _, total, acc = lax.fori_loop(first_chunk, end_chunk, body, empty)
+    result = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
+    return result.reshape(n, kv_heads, tile, group, dim).transpose(0, 2, 1, 3, 4).reshape(n, tile, heads, dim)
+
+
+def _gather(cache: Array, pages: Array) -> Array:
+    """Pages [n, c] of a cache [LP, K, page, H] as [n, K, c * page, H], written in that order by the gather itself."""
+    kv_heads, page, dim = cache.shape[1:]
+    numbers = lax.GatherDimensionNumbers(offset_dims=(1, 3, 4), collapsed_slice_dims=(0,), start_index_map=(0,))
+    found = lax.gather(cache, pages[..., None], numbers, (1, kv_heads, page, dim), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    return found.reshape(pages.shape[0], kv_heads, -1, dim)
+
+
+def _row_sum(x: Array) -> Array:
+    """Sum of the last axis by halving it. A reduction's order of additions may depend on the shape of the whole array: on CPU
+    a row alone and the same row in a batch differed in the last bit."""
+    while x.shape[-1] % 2 == 0:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x.sum(axis=-1)
+
+
+def _dot(left: Array, right: Array, *, contract: int) -> Array:
+    """Matmul of left's last axis with right's axis `contract`, batched over the first two, into float32."""
+    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+    numbers = (((3,), (contract,)), ((0, 1), (0, 1)))
+    return lax.dot_general(left, right, numbers, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,14 @@
+"""What all tests share: one compile cache, kept between runs beside pytest's own cache."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compile_cache(request: pytest.FixtureRequest) -> None:
+    """The same tiny programs are compiled by many tests; XLA takes seconds for each."""
+    folder = request.config.cache.mkdir("xla")
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -1,0 +1,317 @@
+"""A device, a model and a naive oracle in plain Python, to test the scheduler without JAX.
+
+`FakeDevice` is written from the contract in `request.py` alone. It keeps, for every slot of the cache, who wrote which
+token there, and computes each next token from what it *reads* there: a page reused too early or filled wrongly fails the test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from llmjax.engine.config import EngineConfig
+from llmjax.sampling_params import SamplingParams
+from llmjax.scheduling.page_pool import PagePool
+from llmjax.scheduling.request import Request, RequestState, ScheduledBatch, ScheduledRow, StepOutput
+from llmjax.scheduling.scheduler import Scheduler
+
+VOCAB = 11
+Tenant = tuple[str, int]  # request id and epoch: who lives in a device row
+
+
+def next_token(seed: int, history: Sequence[int], num_output: int, banned: Sequence[int]) -> int | None:
+    """The fake model: a hash of everything so far; `banned` ids are passed over. None stands for non-finite logits."""
+    if seed % 7 == 3 and num_output == seed // 7 % 5:
+        return None
+    token = zlib.crc32(np.asarray([seed, *history], np.int64).tobytes()) % VOCAB
+    while token in banned:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def solo(request: Request, limit: int) -> tuple[list[int], str]:
+    """What the request must give, computed alone and naively: its tokens and finish reason."""
+    tokens: list[int] = []
+    stops = (*request.eos_ids, *request.params.stop_ids)
+    while len(tokens) < limit:
+        early = len(tokens) < request.params.min_tokens
+        token = next_token(request.seed, [*request.prompt_ids, *tokens], len(tokens), stops if early else ())
+        if token is None:
+            return tokens, "error"
+        tokens.append(token)
+        if token in stops:
+            return tokens, "stop"
+    return tokens, "length"
+
+
+def make_request(
+    request_id: str,
+    prompt: int | list[int] = 5,
+    limit: int = 8,
+    *,
+    seed: int = 0,
+    stop_ids: Sequence[int] = (),
+    eos_ids: tuple[int, ...] = (),
+    min_tokens: int = 0,
+    prompt_logprobs: int | None = None,
+) -> Request:
+    """A request; `prompt` is its ids, or how many to make up."""
+    ids = [(seed + 3 * i) % VOCAB for i in range(prompt)] if isinstance(prompt, int) else prompt
+    params = SamplingParams(
+        max_tokens=None if limit == 0 else limit,
+        min_tokens=min(min_tokens, limit),
+        stop_token_ids=list(stop_ids),
+        prompt_logprobs=0 if limit == 0 else prompt_logprobs,
+    )
+    return Request(request_id=request_id, prompt_ids=ids, params=params, seed=seed, limit=limit, eos_ids=eos_ids)
+
+
+@dataclasses.dataclass
+class DeviceRow:
+    """What the device keeps of a row. `active`: its last token is sampled, not yet computed. `ended`: it ignores launches."""
+
+    tenant: Tenant
+    seed: int
+    num_prompt: int
+    limit: int
+    min_tokens: int
+    stop_ids: tuple[int, ...]
+    table: list[int] = dataclasses.field(default_factory=list)
+    length: int = 0
+    num_output: int = 0
+    last: int = -1
+    active: bool = False
+    ended: bool = False
+
+
+class FakeDevice:
+    """Runs launches in order; their results are given out later, oldest first."""
+
+    def __init__(self, config: EngineConfig, num_pages: int, page_size: int) -> None:
+        self.config, self.num_pages, self.page_size = config, num_pages, page_size
+        self.rows: dict[int, DeviceRow] = {}
+        self.slots: dict[tuple[int, int], tuple[Tenant, int, int]] = {}  # (page, offset) -> who, position, token
+        self.launches: deque[tuple[StepOutput, dict[int, Tenant]]] = deque()  # result, and the pages it may touch
+        self.tokens_computed: dict[str, int] = {}
+
+    def dispatch(self, batch: ScheduledBatch) -> None:
+        """Check the launch against the contract, and run it."""
+        config, rows = self.config, batch.rows
+        assert rows
+        assert len({row.row for row in rows}) == len(rows), "a row twice in a launch"
+        assert all(0 <= row.row < config.max_sequences for row in rows)
+        assert batch.num_tokens <= config.max_tokens_per_step
+        assert batch.num_steps in ((1, config.decode_steps) if batch.kind == "decode" else (1,))
+        for row in rows:
+            self._admit(row)
+        shape = (batch.num_steps, len(rows))
+        output = StepOutput(
+            batch, np.full(shape, -1, np.int32), np.zeros(shape, np.float32), np.zeros(shape, np.int32), np.ones(shape, bool)
+        )
+        for column, row in enumerate(rows):
+            state = self.rows[row.row]
+            was_ended = state.ended
+            if batch.kind == "decode":
+                self._decode(row, state, output, column)
+            else:
+                self._extend(row, state, output, column)
+            if not was_ended:
+                name = state.tenant[0]
+                self.tokens_computed[name] = self.tokens_computed.get(name, 0) + row.num_tokens
+        touched = {page: self.rows[row.row].tenant for row in rows for page in self.rows[row.row].table}
+        self.launches.append((output, touched))
+
+    def result(self) -> StepOutput:
+        """The oldest result not yet given out."""
+        return self.launches.popleft()[0]
+
+    def _admit(self, row: ScheduledRow) -> None:
+        request = row.request
+        tenant = (request.request_id, row.epoch)
+        if row.is_new:
+            assert row.start == 0
+            self.rows[row.row] = DeviceRow(
+                tenant,
+                request.seed,
+                len(request.prompt_ids),
+                request.limit,
+                request.params.min_tokens,
+                (*request.eos_ids, *request.params.stop_ids),
+            )
+        state = self.rows[row.row]
+        assert state.tenant == tenant, "the row belongs to another request: it was not reset"
+        for index, page in row.new_pages:
+            assert index == len(state.table)
+            assert 1 <= page < self.num_pages, "not a page to write to"
+            for _, touched in self.launches:
+                assert touched.get(page, tenant) == tenant, f"page {page} reused while a launch of {touched[page]} may touch it"
+            state.table.append(page)
+
+    def _extend(self, row: ScheduledRow, state: DeviceRow, output: StepOutput, column: int) -> None:
+        ids = list(row.token_ids)
+        if state.ended:
+            assert not ids, "the host knows the row's last token, so it must know that the row has ended"
+            return
+        assert row.start == state.length
+        if state.active:
+            assert row.num_tokens == 1
+            assert ids in ([], [state.last])
+            ids = [state.last]
+        else:
+            assert row.num_tokens <= self.config.prefill_chunk
+            assert len(ids) == row.num_tokens, "only the device's last token may be missing"
+            state.num_output += sum(position >= state.num_prompt for position in range(row.start, row.start + len(ids)))
+        for token in ids:
+            self._write(state, token)
+        assert row.samples in (0, 1)
+        if row.samples:
+            self._sample(state, output, 0, column)
+
+    def _decode(self, row: ScheduledRow, state: DeviceRow, output: StepOutput, column: int) -> None:
+        assert not row.is_new
+        assert row.num_tokens == row.samples <= output.batch.num_steps
+        if state.ended:
+            return
+        assert state.active, "a decode launch needs the row's last sampled token"
+        assert row.start == state.length
+        assert row.token_ids in ([], [state.last])
+        for step in range(output.batch.num_steps):
+            if not state.ended:
+                assert step < row.samples, "the row goes on beyond what the host promised"
+                self._write(state, state.last)
+                self._sample(state, output, step, column)
+
+    def _write(self, state: DeviceRow, token: int) -> None:
+        page, offset = divmod(state.length, self.page_size)
+        assert page < len(state.table), "no page for this token"
+        self.slots[state.table[page], offset] = (state.tenant, state.length, token)
+        state.length += 1
+
+    def _sample(self, state: DeviceRow, output: StepOutput, step: int, column: int) -> None:
+        history = []
+        for position in range(state.length):
+            page, offset = divmod(position, self.page_size)
+            tenant, written_at, token = self.slots[state.table[page], offset]
+            assert (tenant, written_at) == (state.tenant, position), "a slot holds what another request wrote"
+            history.append(token)
+        assert state.num_output < state.limit
+        early = state.num_output < state.min_tokens
+        token = next_token(state.seed, history, state.num_output, state.stop_ids if early else ())
+        if token is None:
+            output.finite[step, column] = False
+            state.ended, state.active = True, False
+            return
+        output.tokens[step, column] = token
+        state.last, state.active = token, True
+        state.num_output += 1
+        state.ended = token in state.stop_ids or state.num_output == state.limit
+
+
+class Simulation:
+    """Scheduler, pool and fake device, with every invariant checked after every call."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 65,
+        page_size: int = 16,
+        max_sequences: int = 8,
+        max_tokens_per_step: int = 64,
+        prefill_chunk: int = 32,
+        decode_steps: int = 1,
+        ahead: int = 1,
+    ) -> None:
+        self.config = EngineConfig(
+            max_sequences=max_sequences,
+            max_tokens_per_step=max_tokens_per_step,
+            prefill_chunk=prefill_chunk,
+            decode_steps=decode_steps,
+        )
+        self.pool = PagePool(num_pages, page_size)
+        self.scheduler = Scheduler(self.config, self.pool)
+        self.device = FakeDevice(self.config, num_pages, page_size)
+        self.ahead = ahead  # launches in flight beyond the one read next
+        self.requests: list[Request] = []  # in order of arrival
+        self.expected: dict[str, tuple[list[int], str]] = {}
+        self.streams: dict[str, list[int]] = {}  # what `update` reported
+        self.batches: list[ScheduledBatch] = []
+
+    def add(self, request: Request) -> Request:
+        """Add a request, and note what it must give."""
+        room = (self.pool.num_pages - 1) * self.pool.page_size - len(request.prompt_ids)
+        expected = solo(request, min(request.limit, room))
+        self.scheduler.add(request)
+        self.requests.append(request)
+        self.expected[request.request_id] = expected
+        self.streams[request.request_id] = []
+        self.check()
+        return request
+
+    def launch(self) -> ScheduledBatch | None:
+        """Schedule, and dispatch what comes."""
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            self.device.dispatch(batch)
+            self.batches.append(batch)
+        else:
+            assert self.device.launches or not self.scheduler.has_unfinished, "stuck"
+        self.check()
+        return batch
+
+    def read(self) -> None:
+        """Read the oldest result, if there is one."""
+        if self.device.launches:
+            for update in self.scheduler.update(self.device.result()):
+                stream = self.streams[update.request.request_id]
+                assert [step for step, _ in update.tokens] == list(range(len(update.tokens)))
+                stream += [token for _, token in update.tokens]
+                assert stream == update.request.output_ids, "a gap or a repeat"
+                assert update.finished == update.request.finished
+            self.check()
+
+    def step(self) -> None:
+        """One turn of the engine's loop."""
+        batch = self.launch()
+        if batch is None or len(self.device.launches) > self.ahead:
+            self.read()
+
+    def drain(self, max_steps: int = 20_000) -> None:
+        """Run until nothing is left, then check every output, and that everything was given back."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished and not self.device.launches:
+                break
+            self.step()
+        else:
+            raise AssertionError("the scheduler does not come to an end")
+        assert self.pool.num_free == self.pool.capacity
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        for request in self.requests:
+            tokens, reason = self.expected[request.request_id]
+            assert request.finished
+            if request.finish_reason == "abort":
+                assert request.output_ids == tokens[: len(request.output_ids)]
+            else:
+                assert (request.output_ids, request.finish_reason) == (tokens, reason)
+            stops_by_token = request.finish_reason == "stop"
+            assert request.stop_token == (tokens[-1] if stops_by_token else None)
+
+    def check(self) -> None:
+        """The invariants that hold between any two calls."""
+        self.scheduler.check_integrity()
+        live = [r for r in self.requests if not r.finished]
+        pages = [page for r in live for page in r.pages]
+        assert len(pages) == len(set(pages)), "a page with two owners"
+        assert 0 not in pages
+        states = [r.state is RequestState.RUNNING for r in live]
+        assert states == sorted(states, reverse=True), "a waiting request came before a running one"
+        assert (sum(states), len(states)) == (
+            self.scheduler.num_running,
+            self.scheduler.num_running + self.scheduler.num_waiting,
+        )
+        for request in self.requests:
+            if request.finished:
+                assert (request.pages, request.row, request.num_in_flight) == ([], -1, 0)

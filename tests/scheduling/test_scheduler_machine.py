@@ -1,0 +1,85 @@
+"""Scheduler and simulated device as a state machine: whatever happens, in any order, each request's tokens are its solo ones."""
+
+from __future__ import annotations
+
+from fakes_scheduling import VOCAB, Simulation, make_request
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """The pool is one to four times the longest request: preemption is the rule, not the exception."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4, 16, 32, 64]),
+        longest_pages=st.integers(2, 5),
+        spare=st.integers(0, 12),
+        max_sequences=st.integers(1, 6),
+        extra_budget=st.integers(0, 40),
+        chunk=st.sampled_from([1, 2, 3, 7, 16, 50]),
+        decode_steps=st.sampled_from([1, 2, 4, 8]),
+    )
+    def start(self, page_size, longest_pages, spare, max_sequences, extra_budget, chunk, decode_steps):
+        self.longest = longest_pages * page_size
+        self.sim = Simulation(
+            num_pages=1 + longest_pages + spare,
+            page_size=page_size,
+            max_sequences=max_sequences,
+            max_tokens_per_step=max_sequences + extra_budget,
+            prefill_chunk=chunk,
+            decode_steps=decode_steps,
+        )
+
+    def live(self):
+        return [r for r in self.sim.requests if not r.finished]
+
+    @rule(data=st.data(), seed=st.integers(0, 2000), stop=st.sets(st.integers(0, VOCAB - 1), max_size=2))
+    def add(self, data, seed, stop):
+        prompt = data.draw(st.integers(1, self.longest - 1), label="prompt")
+        limit = data.draw(st.integers(0, min(self.longest, 40)), label="limit")
+        request = make_request(
+            f"r{len(self.sim.requests)}",
+            prompt,
+            limit,
+            seed=seed,
+            stop_ids=sorted(stop),
+            min_tokens=data.draw(st.integers(0, limit), label="min_tokens"),
+        )
+        self.sim.add(request)
+
+    @precondition(lambda self: len(self.sim.device.launches) < 3)
+    @rule()
+    def launch(self):
+        self.sim.launch()
+
+    @rule()
+    def read(self):
+        self.sim.read()
+
+    @rule(turns=st.integers(1, 12))
+    def run(self, turns):
+        for _ in range(turns):
+            self.sim.step()
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def abort(self, data):
+        self.sim.scheduler.abort(data.draw(st.sampled_from(self.live())).request_id)
+        self.sim.check()
+
+    @precondition(lambda self: any(r.output_ids for r in self.live()))
+    @rule(data=st.data())
+    def stop_string(self, data):
+        """The text ended: reported as an abort here, because the oracle knows no text; the tokens are a prefix either way."""
+        request = data.draw(st.sampled_from([r for r in self.live() if r.output_ids]))
+        self.sim.scheduler.finish(request, "abort")
+        self.sim.check()
+
+    def teardown(self):
+        if hasattr(self, "sim"):
+            self.sim.drain()
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSchedulerMachine = SchedulerMachine.TestCase
