@@ -99,14 +99,14 @@ class ModelRunner:
         self.num_pages = num_pages
         self._cache: KVCache = init_cache(config, num_pages=num_pages, page_size=self._page_size)
         self._state = init_state(max_sequences=self._rows, max_pages=self._max_pages, vocab_size=config.vocab_size)
-        self._compiles = CompileCounter()
+        self._compiles_after_ready = 0
         self._executables: dict[tuple[str, int, int], Any] = {}
         self.programs: list[Program] = []
 
     @property
     def compiles_after_ready(self) -> int:
-        """Programs XLA compiled in this process since `warm_up` ended. Stays 0 while serving."""
-        return self._compiles.count
+        """Programs XLA compiled during a launch since `warm_up` ended. Stays 0: that is what the programs are for."""
+        return self._compiles_after_ready
 
     @property
     def params(self) -> Any:
@@ -141,7 +141,7 @@ class ModelRunner:
         for key in wanted:
             self._launch(key, self._padding(*key))
         jax.block_until_ready(self._cache)
-        self._compiles = CompileCounter()
+        self._compiles_after_ready = 0
 
     def _lower(self, kind: str, size: int, steps: int) -> Any:
         packed = jax.ShapeDtypeStruct(self._padding(kind, size, steps).shape, np.int32)
@@ -168,13 +168,15 @@ class ModelRunner:
 
     def _launch(self, key: tuple[str, int, int], packed: np.ndarray) -> tuple[Any, Any]:
         executable = self._executables[key]
+        compiled = CompileCounter()
+        tokens = scores = None
         if key[0] == "reset":
             self._state = executable(self._state, packed)
-            return None, None
-        if key[0] == "decode":
+        elif key[0] == "decode":
             self._state, tokens, self._cache = executable(self._params, self._state, packed, self._cache)
-            return tokens, None
-        self._state, tokens, scores, self._cache = executable(self._params, self._state, packed, self._cache)
+        else:
+            self._state, tokens, scores, self._cache = executable(self._params, self._state, packed, self._cache)
+        self._compiles_after_ready += compiled.count
         return tokens, scores
 
     # -- launches

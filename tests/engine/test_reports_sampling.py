@@ -210,7 +210,7 @@ def test_b57_b58_a_pool_for_one_and_a_half_requests() -> None:
         "token_buckets": (20,),
     }
     page_bytes = 2 * 2 * 2 * 16 * 16 * 4
-    engine = Engine(config, params, None, EngineConfig(**options, kv_cache_bytes=6 * page_bytes, decode_steps=4))
+    engine = Engine(config, params, None, EngineConfig(**options, kv_cache_bytes=8 * page_bytes, decode_steps=4))
     prompts = [[(7 * i + row) % 300 for i in range(17)] for row in range(4)]
     pieces: dict[str, list[int]] = collections.defaultdict(list)
     for row, ids in enumerate(prompts):
@@ -219,7 +219,7 @@ def test_b57_b58_a_pool_for_one_and_a_half_requests() -> None:
         for output in engine.step():
             pieces[output.request_id] += output.new_token_ids[0]
         engine.scheduler.check_integrity()
-        assert engine.pool.num_used <= 5
+        assert engine.pool.num_used <= 7
     assert engine.stats.preemptions > 0
     for row, ids in enumerate(prompts):
         assert pieces[str(row)] == naive_greedy(params, ids, config, 40)

@@ -145,7 +145,7 @@ ROW = st.builds(
     temperature=st.one_of(st.sampled_from([0.0, 1e-4, 1e-3, 1.0, 100.0]), st.floats(2**-9, 100, width=32)),
     top_k=st.one_of(st.just(0), st.integers(1, 18), st.just(2**31 - 1)),
     top_p=st.one_of(st.just(1.0), st.floats(2.0**-20, 1, width=32)),
-    min_p=st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1, width=32)),
+    min_p=st.one_of(st.sampled_from([0.0, 1.0]), st.floats(2**-30, 1, width=32)),
     repetition_penalty=st.one_of(st.just(1.0), st.floats(0.125, 8, width=32)),
     presence_penalty=st.one_of(st.just(0.0), st.floats(-2, 2, width=32)),
     frequency_penalty=st.one_of(st.just(0.0), st.floats(-2, 2, width=32)),
@@ -184,7 +184,8 @@ def test_every_filter_equals_the_sorting_oracle(cases):
         np.testing.assert_allclose(result[kept], right[kept], rtol=1e-5, atol=max(1e-5, 2e-7 * scale))
         assert right[token] > -np.inf
         assert sampled.logprobs[i] == result[token]
-        assert sampled.ranks[i] == 1 + (result > result[token]).sum()
+        x = adjusted(logits[i], row)
+        assert sampled.ranks[i] == 1 + (kept & (x > x[token])).sum()
 
 
 def near_tie(x):
