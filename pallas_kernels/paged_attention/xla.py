@@ -6,7 +6,8 @@ a full score matrix nor a whole gathered context ever exists. The bounds of both
 really are, and from the start of the group's earliest window to the end of its longest context.
 
 Chunks start at multiples of the chunk size, counted from the sequence's beginning, and a chunk of which a query sees
-nothing leaves its sums exactly as they were. So a result does not depend on how a prompt was cut, nor on the other rows.
+nothing leaves its sums exactly as they were. So a result does not depend on the other rows, nor on how a prompt was cut
+(but for the last bit where a token comes alone: its matmuls have another shape).
 """
 
 from __future__ import annotations
