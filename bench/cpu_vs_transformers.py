@@ -38,10 +38,10 @@ def main() -> None:
 
     rows = Rows(args.json)
     best: dict[str, dict[str, float]] = {}
-    for _ in range(args.rounds):
+    for number in range(args.rounds):
         for side, python in (("llmjax", sys.executable), ("transformers", args.torch_python)):
             figures = _run_side(side, python, gguf)
-            rows.add(side=side, round=True, **figures)
+            rows.add(side=side, round=number, **figures)
             old = best.setdefault(side, figures)
             best[side] = {name: min(value, old[name]) for name, value in figures.items()}
     ours, theirs = best["llmjax"], best["transformers"]

@@ -2,9 +2,11 @@
 
     python bench/decode.py --preset llama-8b --batches 1,8,32,64,128,256 --json out.json
 
-step = (time of 128 output tokens - time of 1) / 127, greedy, end of sequence ignored, token ids as prompts, all
-requests at once. "parts" is the sum of the step's matmuls and of its attention, each timed in a program of its own;
-efficiency = parts / step.
+- step: (time of 128 output tokens - time of 1) / 127, greedy, end of sequence ignored, token ids as prompts, all requests
+  at once: what vLLM was measured by.
+- steady: median time of the launches in which every row decodes, a step of them.
+- matmuls, attention: those of one step, each timed in a program of its own at the run's mean context;
+  efficiency = (matmuls + attention) / steady.
 """
 
 from __future__ import annotations
@@ -61,17 +63,17 @@ def main() -> None:
     programs = [dataclasses.asdict(program) for program in llm.engine.programs]
     rows.add(ready_seconds=time.perf_counter() - started, programs=programs)
     for batch in batches:
-        step = _step_ms(llm, batch, args)
+        step, steady = _step_ms(llm, batch, args), _steady_ms(llm, batch, args)
         parts = {} if args.no_parts else _parts_ms(llm, batch, args)
         total = sum(parts.values())
         rows.add(
-            preset=args.preset, batch=batch, step_ms=step, tokens_per_second=batch / step * 1e3,
+            preset=args.preset, batch=batch, step_ms=step, steady_ms=steady, tokens_per_second=batch / step * 1e3,
             **{f"{name}_ms": value for name, value in parts.items()},
-            efficiency=total / step if parts else None,
+            efficiency=total / steady if parts else None,
             vllm_ms=VLLM_STEP_MS.get(args.preset, {}).get(batch),
         )  # fmt: skip
     rows.add(compiles_after_ready=llm.engine.runner.compiles_after_ready)
-    rows.close(["batch", "step_ms", "tokens_per_second", "matmuls_ms", "attention_ms", "efficiency", "vllm_ms"])
+    rows.close(["batch", "step_ms", "steady_ms", "tokens_per_second", "matmuls_ms", "attention_ms", "efficiency", "vllm_ms"])
 
 
 def _arguments() -> argparse.Namespace:
@@ -92,11 +94,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _step_ms(llm: LLM, batch: int, args: argparse.Namespace) -> float:
-    random = np.random.default_rng(batch)
-    vocab = llm.engine.model_config.num_tokens
-
     def seconds(output: int) -> float:
-        prompts = [[int(i) for i in random.integers(0, vocab, args.prompt)] for _ in range(batch)]
+        prompts = _prompts(llm, batch, args)
         started = time.perf_counter()
         llm.generate(prompts, SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True))
         return time.perf_counter() - started
@@ -105,6 +104,26 @@ def _step_ms(llm: LLM, batch: int, args: argparse.Namespace) -> float:
     short = min(seconds(1) for _ in range(3))
     long = min(seconds(args.output) for _ in range(2))
     return (long - short) / (args.output - 1) * 1e3
+
+
+def _steady_ms(llm: LLM, batch: int, args: argparse.Namespace) -> float:
+    params = SamplingParams(max_tokens=args.output, temperature=0.0, ignore_eos=True)
+    for prompt in _prompts(llm, batch, args):
+        llm.engine.add_request(prompt, params)
+    steps = llm.engine.config.decode_steps
+    times, before = [], time.perf_counter()
+    while llm.engine.has_unfinished:
+        new = sum(len(output.new_token_ids[0]) for output in llm.engine.step())
+        now = time.perf_counter()
+        if new == batch * steps:
+            times.append((now - before) / steps * 1e3)
+        before = now
+    return float(np.median(times))
+
+
+def _prompts(llm: LLM, batch: int, args: argparse.Namespace) -> list[list[int]]:
+    random = np.random.default_rng(batch)
+    return [[int(i) for i in random.integers(0, llm.engine.model_config.num_tokens, args.prompt)] for _ in range(batch)]
 
 
 def _parts_ms(llm: LLM, batch: int, args: argparse.Namespace) -> dict[str, float]:

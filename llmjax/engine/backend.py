@@ -57,7 +57,7 @@ def is_gpu() -> bool:
     """Whether JAX's default device is a GPU. Starts the backend."""
     import jax
 
-    return jax.default_backend() == "gpu"
+    return bool(jax.default_backend() == "gpu")
 
 
 def use_compile_cache(folder: str | Path) -> None:

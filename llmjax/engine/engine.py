@@ -21,6 +21,7 @@ from llmjax.engine.memory import plan_pages
 from llmjax.engine.output_processor import LiveRequest
 from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.runner import ModelRunner, PendingStep, Program
+from llmjax.engine.sample import MAX_STOPS
 from llmjax.engine.self_check import check_finite
 from llmjax.engine.tokenizer import Tokenizer
 from llmjax.errors import ContextLengthError, RequestError
@@ -109,7 +110,8 @@ class Engine:
         if isinstance(prompt, str):
             ids = self._tokenizer_for("a text prompt").encode(prompt, add_special_tokens=add_special_tokens)
             return self._add(ids, params, request_id, prompt)
-        return self._add(self._checked_ids(prompt), params, request_id, None)
+        as_list = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # numpy and JAX arrays
+        return self._add(self._checked_ids(as_list), params, request_id, None)
 
     def add_chat(
         self,
@@ -185,6 +187,12 @@ class Engine:
             for item in ids:
                 if item >= size:
                     raise RequestError(f"{name} names token id {item}, but the vocabulary has ids 0 to {size - 1}", name)
+        stops = len({*self.eos_ids, *params.stop_ids})
+        if stops > MAX_STOPS:
+            raise RequestError(
+                f"stop_token_ids and the model's end-of-sequence ids are {stops} ids, at most {MAX_STOPS} fit",
+                "stop_token_ids",
+            )
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none: use stop_token_ids", "stop")
 

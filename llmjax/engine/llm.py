@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.tokenizer import Tokenizer, load_tokenizer
 from llmjax.errors import ConfigError, RequestError
 from llmjax.model.checkpoint.load import LoadedModel, load_model
+from llmjax.model.config import ModelConfig
 from llmjax.model.registry import DecoderConfig
 from llmjax.sampling_params import SamplingParams
 
@@ -40,7 +42,7 @@ class LLM:
         model: str | Path | LoadedModel | None = None,
         *,
         package: str | None = None,
-        random: str | DecoderConfig | None = None,
+        random: str | ModelConfig | None = None,
         params: Any = None,
         config: DecoderConfig | None = None,
         tokenizer: Tokenizer | str | Path | None = None,
@@ -85,7 +87,7 @@ class LLM:
         Raises `RequestError` for the first prompt that cannot be served, before anything is computed.
         """
         many = _as_list(prompts)
-        return self._run([lambda p, prompt=prompt: self.engine.add_request(prompt, p) for prompt in many], params)
+        return self._run([functools.partial(self.engine.add_request, prompt) for prompt in many], params)
 
     def chat(
         self,
@@ -96,15 +98,14 @@ class LLM:
         """Answer one conversation (a list of messages with role and content) or several."""
         single = not conversations or isinstance(conversations[0], dict)
         many: list[Any] = [conversations] if single else list(conversations)
-        adders = [lambda p, messages=messages: self.engine.add_chat(messages, p, **template_options) for messages in many]
-        return self._run(adders, params)
+        return self._run([functools.partial(self.engine.add_chat, one, **template_options) for one in many], params)
 
     def update_params(self, params: Any) -> None:
         """See `Engine.update_params`."""
         self.engine.update_params(params)
 
     def _run(
-        self, adders: list[Callable[[SamplingParams], str]], params: SamplingParams | Sequence[SamplingParams] | None
+        self, adders: Sequence[Callable[[SamplingParams], str]], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(adders)
@@ -141,10 +142,8 @@ def _name(model: str | Path | LoadedModel | None, package: str | None, config: D
 def _as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]
-    return prompts
+    many = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    return [many] if many and all(isinstance(item, int) for item in many) else many
 
 
 def _engine_config(engine_config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:

@@ -71,5 +71,5 @@ def _extend_temporaries(model: Model, config: DecoderConfig, params: Any, engine
     packed = jax.ShapeDtypeStruct((width,), np.int32)
     compiled = jax.jit(step, donate_argnums=(1, 3)).lower(params, state, packed, KVCache(leaf, leaf)).compile()
     memory = compiled.memory_analysis()
-    state_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
-    return int(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes) + state_bytes
+    state_bytes = sum(int(a.size) * a.dtype.itemsize for a in jax.tree.leaves(state))
+    return int(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + state_bytes)

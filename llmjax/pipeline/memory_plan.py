@@ -85,7 +85,7 @@ def _device_bytes() -> int | None:
 
 
 def _engine_memory(name: str, model: str, section: Any, shape: Any, weights: int, left: int | None) -> EngineMemory:
-    from llmjax.engine.engine import DEFAULT_MAX_CONTEXT
+    from llmjax.engine.config import DEFAULT_MAX_CONTEXT
     from llmjax.model.kv_cache import cache_bytes_per_page
 
     config = section.engine_config()

@@ -154,6 +154,4 @@ ENGINES = list(itertools.product(FACTORS["page_size"], FACTORS["decode_steps"], 
 @pytest.mark.parametrize("model", ["llama-9-3-tied", "mixed-window", "qwen3"])
 @pytest.mark.parametrize(("page_size", "decode_steps", "tight", "many_buckets"), ENGINES)
 def test_the_full_matrix(model: str, page_size: int, decode_steps: int, tight: bool, many_buckets: bool) -> None:
-    check_chunks_and_arrivals(
-        model, Path(page_size=page_size, decode_steps=decode_steps, tight=tight, many_buckets=many_buckets)
-    )
+    check_chunks_and_arrivals(model, Path(page_size=page_size, decode_steps=decode_steps, tight=tight, many_buckets=many_buckets))

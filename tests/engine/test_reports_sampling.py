@@ -138,7 +138,12 @@ def test_penalties_and_bias_change_what_is_sampled(flat: Scripted) -> None:
 
 def test_b16_b28_cancelled_waiting_requests_never_run() -> None:
     config = CONFIGS["llama"]
-    engine = Engine(config, random_params(config), None, EngineConfig(max_context=128, max_sequences=1, max_tokens_per_step=64, row_buckets=(1,), token_buckets=(64,)))  # fmt: skip
+    engine = Engine(
+        config,
+        random_params(config),
+        None,
+        EngineConfig(max_context=128, max_sequences=1, max_tokens_per_step=64, row_buckets=(1,), token_buckets=(64,)),
+    )
     ids = [engine.add_request(list(range(60)), SamplingParams(max_tokens=3, temperature=0.0)) for _ in range(20)]
     engine.step()
     for request_id in ids[1:]:
@@ -182,7 +187,12 @@ def test_b41_overflow_in_float16_is_told_at_start_with_its_layer() -> None:
     params = random_params(config)
     params["layers"][1]["mlp_norm"]["weight"] = params["layers"][1]["mlp_norm"]["weight"] * 1e5
     with pytest.raises(NonFiniteError, match=r"layer 1 .*float16.*bfloat16 or float32"):
-        Engine(config, params, None, EngineConfig(max_context=64, max_sequences=1, max_tokens_per_step=16, row_buckets=(1,), token_buckets=(16,)))  # fmt: skip
+        Engine(
+            config,
+            params,
+            None,
+            EngineConfig(max_context=64, max_sequences=1, max_tokens_per_step=16, row_buckets=(1,), token_buckets=(16,)),
+        )
 
 
 def test_a_row_with_nan_ends_alone(flat: Scripted) -> None:
@@ -231,17 +241,26 @@ def test_b78_no_option_compiles_after_ready(flat: Scripted) -> None:
     flat.script([])
     live = _live_bytes()
     variants: list[dict[str, Any]] = [
-        {"logprobs": 20}, {"prompt_logprobs": 3}, {"n": 3}, {"seed": 1}, {"top_k": 5, "top_p": 0.5, "min_p": 0.1}, {"temperature": 0.0},
-        {"repetition_penalty": 1.3, "presence_penalty": 1.0, "frequency_penalty": -1.0}, {"logit_bias": {3: 5.0}}, {"stop": "x", "min_tokens": 2},
-        {"stop_token_ids": [3]}, {"ignore_eos": True}, {"logprobs": 1, "logprobs_mode": "processed"},
-    ]  # fmt: skip
+        {"logprobs": 20},
+        {"prompt_logprobs": 3},
+        {"n": 3},
+        {"seed": 1},
+        {"top_k": 5, "top_p": 0.5, "min_p": 0.1},
+        {"temperature": 0.0},
+        {"repetition_penalty": 1.3, "presence_penalty": 1.0, "frequency_penalty": -1.0},
+        {"logit_bias": {3: 5.0}},
+        {"stop": "x", "min_tokens": 2},
+        {"stop_token_ids": [3]},
+        {"ignore_eos": True},
+        {"logprobs": 1, "logprobs_mode": "processed"},
+    ]
     for length in (1, 2, 15, 16, 17, 63, 64, 65, 100):
         for fields in variants:
             flat.engine.add_request([1] * length, SamplingParams(**{"max_tokens": 5} | fields))
     collect(flat.engine)
     assert flat.engine.runner.compiles_after_ready == 0
     assert len(flat.engine.programs) <= 16
-    assert _live_bytes() == live  # B: nothing on the device grows while serving
+    assert _live_bytes() == live  # nothing on the device grows while serving
 
 
 def _live_bytes() -> int:
@@ -256,7 +275,16 @@ def _live_bytes() -> int:
 def test_prompt_logprobs_equal_the_functional_forward_over_chunks() -> None:
     config = CONFIGS["qwen3"]
     params = random_params(config)
-    llm = LLM(params=params, config=config, max_context=128, max_sequences=2, max_tokens_per_step=24, prefill_chunk=10, row_buckets=(2,), token_buckets=(24,))  # fmt: skip
+    llm = LLM(
+        params=params,
+        config=config,
+        max_context=128,
+        max_sequences=2,
+        max_tokens_per_step=24,
+        prefill_chunk=10,
+        row_buckets=(2,),
+        token_buckets=(24,),
+    )
     ids = [int(i) for i in np.random.default_rng(1).integers(0, config.vocab_size, 45)]
     (output,) = llm.generate([ids], SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2, logprobs=0))
     from llmjax import forward, init_cache, logits, pack_sequences
@@ -293,7 +321,12 @@ def test_b24_deterministic_mode_is_bitwise(neighbours: int, deterministic: Engin
 @pytest.fixture(scope="module")
 def deterministic() -> Engine:
     config = CONFIGS["llama"]
-    return Engine(config, random_params(config), None, EngineConfig(max_context=128, max_sequences=4, max_tokens_per_step=64, prefill_chunk=16, deterministic=True))  # fmt: skip
+    return Engine(
+        config,
+        random_params(config),
+        None,
+        EngineConfig(max_context=128, max_sequences=4, max_tokens_per_step=64, prefill_chunk=16, deterministic=True),
+    )
 
 
 def test_update_params_is_used_by_the_next_token_and_checked(flat: Scripted) -> None:
@@ -319,7 +352,7 @@ def test_what_llm_refuses(flat: Scripted) -> None:
         LLM(params={}, config=ScriptedConfig(), max_seqs=3)
     with pytest.raises(ConfigError, match="lower it"):
         Engine(ScriptedConfig(), {}, None, EngineConfig(max_context=4096))
+    flat.engine.add_request(np.array([1]), SamplingParams(), request_id="twice")
     with pytest.raises(RequestError, match="in use"):
-        flat.engine.add_request([1], SamplingParams(), request_id="twice")
         flat.engine.add_request([1], SamplingParams(), request_id="twice")
     collect(flat.engine)
