@@ -12,3 +12,5 @@ def _compile_cache(request: pytest.FixtureRequest) -> None:
     folder = request.config.cache.mkdir("xla")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    if "slow" not in request.config.option.markexpr.replace("not slow", ""):
+        jax.config.update("jax_disable_most_optimizations", True)  # compiles a third faster; the slow tests run what users run

@@ -28,9 +28,12 @@ ALLOWED: dict[str, set[str]] = {
 HOST_ONLY = [
     "llmjax/__init__.py", "llmjax/errors.py", "llmjax/sampling_params.py", "llmjax/cli",
     "llmjax/scheduling", "llmjax/telemetry", "llmjax/server", "llmjax/pipeline",
-    "llmjax/model/config.py", "llmjax/model/hf_config.py", "llmjax/model/param_spec.py", "llmjax/model/checkpoint/gguf_file.py",
-    "llmjax/engine/config.py", "llmjax/engine/outputs.py", "llmjax/engine/tokenizer.py", "llmjax/engine/detokenizer.py",
-    "llmjax/engine/stop_strings.py", "llmjax/engine/text_output.py", "llmjax/engine/output_processor.py",
+    "llmjax/model/config.py", "llmjax/model/hf_config.py", "llmjax/model/hf_rope.py", "llmjax/model/config_fields.py",
+    "llmjax/model/param_spec.py", "llmjax/model/checkpoint/gguf_file.py",
+    "llmjax/engine/config.py", "llmjax/engine/outputs.py", "llmjax/engine/output_processor.py",
+    "llmjax/engine/tokenizer.py", "llmjax/engine/hf_tokenizer.py", "llmjax/engine/gguf_tokenizer.py",
+    "llmjax/engine/token_pieces.py", "llmjax/engine/chat_template.py", "llmjax/engine/detokenizer.py",
+    "llmjax/engine/stop_strings.py", "llmjax/engine/text_output.py",
 ]  # fmt: skip
 
 

@@ -45,11 +45,12 @@ def configure_backend(*, platform: str = "auto", memory_fraction: float | None =
         if running != platform:
             raise BackendError(f"JAX has already started on {running}, the pipeline asks for {platform}: start a new process")
         return
+    before = jax.config.jax_platforms
     jax.config.update("jax_platforms", platform)
     try:
         jax.devices()
     except RuntimeError as error:
-        jax.config.update("jax_platforms", None)
+        jax.config.update("jax_platforms", before)
         raise BackendError(f"platform {platform} is not available: {str(error).splitlines()[0]}") from error
 
 

@@ -278,7 +278,7 @@ def test_sentencepiece_joins_the_best_score_first(text: str) -> None:
     assert TRAINED_TOKENIZER.decode(ids) == text
 
 
-@given(st.text())
+@given(st.text().filter(lambda text: not any(special in text for special in ("<s>", "</s>", "<unk>"))))
 @example("\0")
 def test_sentencepiece_gives_every_text_back(text: str) -> None:
     if "▁" not in text:  # the mark for a space cannot be told from one

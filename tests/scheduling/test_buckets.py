@@ -62,21 +62,20 @@ def test_at_most_sixteen_programs():
             assert 2 * len(choose_row_buckets(rows)) + len(choose_token_buckets(max(rows, budget))) <= 14
 
 
-def run(config: EngineConfig, prompts: list[int]) -> None:
+def run(engine_config: EngineConfig, prompts: list[int]) -> None:
+    config = engine_config.resolved(gpu=False, model_max_context=4096)
     sim = Simulation(
         max_sequences=config.max_sequences,
         max_tokens_per_step=config.max_tokens_per_step,
         prefill_chunk=config.prefill_chunk,
         decode_steps=config.decode_steps,
     )
-    row_buckets = config.row_buckets or choose_row_buckets(config.max_sequences)
-    token_buckets = config.token_buckets or choose_token_buckets(config.max_tokens_per_step)
     for i, prompt in enumerate(prompts):
         sim.add(make_request(f"r{i}", prompt, 3))
     sim.drain()
     for batch in sim.batches:
-        pick(row_buckets, len(batch.rows))
-        pick(token_buckets, batch.num_tokens)
+        pick(config.row_buckets, len(batch.rows))
+        pick(config.token_buckets, batch.num_tokens)
 
 
 def test_b15_prompt_beyond_budget_chunk_and_buckets_completes():
@@ -84,7 +83,7 @@ def test_b15_prompt_beyond_budget_chunk_and_buckets_completes():
 
 
 def test_b15_buckets_that_do_not_reach_the_budget_are_refused():
-    with pytest.raises(ConfigError, match="token_buckets must rise and end at 64"):
+    with pytest.raises(ConfigError, match=r"token_buckets must rise and end at max_tokens_per_step \(64\)"):
         EngineConfig(max_sequences=8, max_tokens_per_step=64, prefill_chunk=64, token_buckets=(16, 32))
 
 
