@@ -1,6 +1,6 @@
 """llmjax and transformers on the same CPU, model and threads, in float32: decode at batch 8, prefill of 512 tokens.
 
-    python bench/cpu_vs_transformers.py --torch-python PYTHON
+    python -m bench.cpu_vs_transformers --torch-python PYTHON
 
 PYTHON is an interpreter with torch, transformers and gguf (torch is needed only here). Both sides take turns in
 processes of their own, `--rounds` times, so that a busy moment of the machine hits both; the best round of each

@@ -1,6 +1,6 @@
 """Decode steps through the whole engine, beside the same step's matmuls and attention timed apart.
 
-    python bench/decode.py --preset llama-8b --batches 1,8,32,64,128,256 --json out.json
+    python -m bench.decode --preset llama-8b --batches 1,8,32,64,128,256 --json out.json
 
 - step: (time of 128 output tokens - time of 1) / 127, greedy, end of sequence ignored, token ids as prompts, all requests
   at once: what vLLM was measured by.

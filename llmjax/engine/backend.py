@@ -49,9 +49,10 @@ def configure_backend(*, platform: str = "auto", memory_fraction: float | None =
     jax.config.update("jax_platforms", platform)
     try:
         jax.devices()
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # JAX asserts where a platform's plug-in is there but no device
         jax.config.update("jax_platforms", before)
-        raise BackendError(f"platform {platform} is not available: {str(error).splitlines()[0]}") from error
+        reason = (str(error).splitlines() or ["JAX finds no such device"])[0]
+        raise BackendError(f"platform {platform} is not available: {reason}") from error
 
 
 def is_gpu() -> bool:

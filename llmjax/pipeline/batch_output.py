@@ -191,11 +191,16 @@ def _write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write aside, then rename: the state file is whole or absent."""
     aside = path.with_name(path.name + ".tmp")
     with _disk(path):
-        with open(aside, "w", encoding="utf-8") as file:
-            json.dump(state, file, ensure_ascii=False, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
+        try:
+            with open(aside, "w", encoding="utf-8") as file:
+                json.dump(state, file, ensure_ascii=False, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                aside.unlink()
+            raise
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

@@ -267,7 +267,7 @@ class _Layers:
         node, problems = read_file(path, shown, self.rank)
         self.problems += problems
         children = dict(node.mapping())
-        self._version(children.get("apiVersion"))
+        self.check_version(children.get("apiVersion"))
         extends = children.pop("extends", None)
         node = dataclasses.replace(node, value=children)
         low: Node | None = None
@@ -279,7 +279,8 @@ class _Layers:
             low = layer if low is None else merge(low, layer)
         return node if low is None else merge(low, node)
 
-    def _version(self, node: Node | None) -> None:
+    def check_version(self, node: Node | None) -> None:
+        """Note a layer that is written for another version."""
         if node is not None and node.value != API_VERSION:
             self.problems.append(
                 Problem(node.origin, ("apiVersion",), f"this llmjax reads '{API_VERSION}', the file says {node.value!r}")
@@ -352,6 +353,7 @@ def read_layers(
         try:
             layer, problems = read_set(text, layers.rank)
             layers.problems += problems
+            layers.check_version(layer.mapping().get("apiVersion"))
             tree = layer if tree is None else merge(tree, layer)
         except ConfigErrors as error:
             failures += error.messages

@@ -58,7 +58,10 @@ def _token_ids(items: list[Any], where: str) -> list[int]:
 
 
 def read_messages(value: Any) -> tuple[dict[str, Any], ...]:
-    """The messages of a chat body, with null fields left out and contents as plain text. Raises `RequestError`."""
+    """The messages of a chat body, with null fields left out and contents as plain text. Raises `RequestError`.
+
+    An assistant's content beside tool calls may be absent; it is None then, which templates tell from "".
+    """
     if not isinstance(value, list):
         what = "is missing" if value is None else f"must be a list, got {kind(value)}"
         raise RequestError(f"messages {what}: give a list of objects with role and content", "messages")
@@ -82,7 +85,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
             raise RequestError(f"{where}.{name} must be a string, got {kind(message[name])}", "messages")
     if "content" not in message and not (role == "assistant" and message.get("tool_calls")):
         raise RequestError(f"{where}.content is missing: give a string", "messages")
-    message["content"] = _content(message.get("content", ""), f"{where}.content")
+    message["content"] = _content(message["content"], f"{where}.content") if "content" in message else None
     _all_encodable(message, where)
     return message
 

@@ -156,7 +156,7 @@ def test_the_full_matrix(page_size: int, decode_steps: int, tight: bool) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", SOME[:2], ids=str)
+@pytest.mark.parametrize("path", SOME[:1], ids=str)
 @pytest.mark.parametrize("model", ["qwen2", "qwen3", "llama-dynamic"])
 def test_pairs_of_paths_of_other_families(model: str, path: Path) -> None:
     check_chunks_and_arrivals(model, path)

@@ -159,7 +159,8 @@ def test_b30_nothing_leaks_over_many_mixed_requests(flat: Scripted) -> None:
     flat.script([*b"some text", EOS_ID])
     random = np.random.default_rng(0)
     alive: list[str] = []
-    for index in range(300):
+    live = _live_bytes()
+    for index in range(1000):
         params = [
             SamplingParams(temperature=0.0, max_tokens=int(random.integers(1, 9))),
             SamplingParams(temperature=0.0, stop="e t"),
@@ -171,6 +172,7 @@ def test_b30_nothing_leaks_over_many_mixed_requests(flat: Scripted) -> None:
             flat.engine.abort(alive[int(random.integers(0, len(alive)))])
         flat.engine.step()
     collect(flat.engine)
+    assert _live_bytes() == live
     assert not flat.engine.scheduler.has_unfinished
     assert flat.engine.runner.compiles_after_ready == 0
 

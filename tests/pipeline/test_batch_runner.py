@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -459,3 +460,15 @@ def test_killed_at_any_moment_a_resumed_run_loses_and_doubles_nothing(tmp_path: 
 @pytest.mark.slow
 def test_killed_many_times(tmp_path: Path) -> None:
     _killed_until_done(tmp_path, lines=2000, kills=25)
+
+
+def test_a_state_that_cannot_be_written_leaves_nothing_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match=r"state.json cannot be written: No space left"):
+        batch(tmp_path, ['"one"'])
+    assert not list(tmp_path.glob("*.tmp"))
+    monkeypatch.undo()
+    assert batch(tmp_path, ['"one"'])[1].answered == 1

@@ -278,6 +278,14 @@ def test_wrong_set_is_one_line(text: str, message: str) -> None:
         read_set(text, 0)
 
 
+def test_set_cannot_name_another_version(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("apiVersion: llmjax/v1\n")
+    (problem,) = read_layers(path, sets=["apiVersion=llmjax/v9"], environ={}).problems
+    assert str(problem).startswith("--set apiVersion: ")
+    assert "llmjax/v9" in str(problem)
+
+
 def test_paths_read_and_write() -> None:
     assert split_path('a."b.c"."q\\""') == ("a", "b.c", 'q"')
     assert dotted(("a", 0, "b.c", "d")) == 'a[0]."b.c".d'
