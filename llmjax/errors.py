@@ -46,6 +46,10 @@ class NonFiniteError(LlmjaxError):
     """Logits were NaN or infinite: overflow in a narrow dtype, or broken weights."""
 
 
+class EngineError(LlmjaxError):
+    """The engine has lost its device state and cannot go on; the message says what happened to it."""
+
+
 class OutOfMemoryError(LlmjaxError):
     """The memory plan does not fit the device; the message names the number to lower."""
 

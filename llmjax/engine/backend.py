@@ -37,7 +37,7 @@ def configure_backend(*, platform: str = "auto", memory_fraction: float | None =
                 "configure llmjax before anything uses JAX, or drop memory_fraction"
             )
         os.environ.pop(_FRACTION_DEPRECATED, None)  # both set is an error of JAX
-        os.environ[_FRACTION] = f"{memory_fraction:g}"
+        os.environ[_FRACTION] = repr(float(memory_fraction))
     if platform == "auto":
         return
     if started:

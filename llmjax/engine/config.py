@@ -30,7 +30,8 @@ class EngineConfig:
         token_buckets: token counts extend programs are compiled for; empty chooses by `max_tokens_per_step`.
         seed: for requests without one; None draws from the operating system.
         compile_cache: folder of the persistent compile cache; None leaves JAX's setting alone.
-        deterministic: refuse anything that makes a result depend on the neighbours: one row bucket and one token bucket.
+        deterministic: one row bucket and one token bucket, so that no shape depends on how many neighbours a request has. (A
+            row still joins the extend program while a neighbour's prompt is computed.)
     """
 
     max_context: int | None = None

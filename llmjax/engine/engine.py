@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import itertools
 import logging
+import operator
 import random
 import time
 from collections.abc import Sequence
@@ -20,15 +21,15 @@ from llmjax.engine.config import EngineConfig
 from llmjax.engine.memory import plan_pages
 from llmjax.engine.output_processor import LiveRequest
 from llmjax.engine.outputs import RequestOutput
-from llmjax.engine.runner import ModelRunner, PendingStep, Program
+from llmjax.engine.runner import ModelRunner, PendingStep, Program, on_device
 from llmjax.engine.sample import MAX_STOPS
 from llmjax.engine.self_check import check_finite
 from llmjax.engine.tokenizer import Tokenizer
-from llmjax.errors import ContextLengthError, RequestError
+from llmjax.errors import ContextLengthError, EngineError, RequestError
 from llmjax.model.registry import DecoderConfig, get_model
 from llmjax.sampling_params import SamplingParams
 from llmjax.scheduling.page_pool import PagePool
-from llmjax.scheduling.request import Request, StepOutput
+from llmjax.scheduling.request import Request, ScheduledBatch, StepOutput
 from llmjax.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Engine:
         self.model_config = _mask_padding_ids(config, tokenizer)
         self.config = engine_config.resolved(gpu=is_gpu(), model_max_context=config.max_positions)
         model = get_model(config.family)
+        params = on_device(params)
         num_pages = plan_pages(model, self.model_config, params, self.config)
         self.eos_ids = tuple(dict.fromkeys((*eos_ids, *(tokenizer.eos_ids if tokenizer is not None else ()))))
         self.pool = PagePool(num_pages, self.config.page_size)
@@ -88,6 +90,7 @@ class Engine:
         self._pending: collections.deque[PendingStep] = collections.deque()
         self._ready: list[RequestOutput] = []  # made outside step(): aborts, and results drained by update_params
         self._ids = itertools.count()
+        self._failed: str | None = None  # why nothing can run any more
         self._random = random.Random(self.config.seed) if self.config.seed is not None else random.SystemRandom()
         self.runner.warm_up()
         check_finite(self.runner, model, self.model_config, self.config)
@@ -111,7 +114,9 @@ class Engine:
             ids = self._tokenizer_for("a text prompt").encode(prompt, add_special_tokens=add_special_tokens)
             return self._add(ids, params, request_id, prompt)
         as_list = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # numpy and JAX arrays
-        return self._add(self._checked_ids(as_list), params, request_id, None)
+        if not isinstance(as_list, list | tuple):
+            raise RequestError(f"a prompt is a text or a list of token ids, got {prompt!r:.60}", "prompt")
+        return self._add([_token_id(item, index) for index, item in enumerate(as_list)], params, request_id, None)
 
     def add_chat(
         self,
@@ -128,35 +133,39 @@ class Engine:
         return self._add(ids, params, request_id, prompt)
 
     def _add(self, ids: list[int], params: SamplingParams, request_id: str | None, prompt: str | None) -> str:
-        request_id = f"request-{next(self._ids)}" if request_id is None else request_id
-        if request_id in self._live:
+        if request_id is None:
+            request_id = next(name for name in map("request-{}".format, self._ids) if name not in self._live)
+        elif request_id in self._live:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request", "request_id")
+        if self._failed is not None:
+            raise EngineError(self._failed)
         limit = self._limit(ids, params)
+        self._check_ids(ids)
         self._check_params(params)
         seed = self._random.getrandbits(64) if params.seed is None else params.seed & (2**64 - 1)
-        choices = [
+        requests = [
             Request(
                 request_id=f"{request_id}/{choice}",
                 prompt_ids=ids,
-                params=params if choice == 0 else dataclasses.replace(params, prompt_logprobs=None),
+                params=params,
                 seed=seed,
                 limit=limit,
                 choice=choice,
+                scores_prompt=choice == 0,
                 eos_ids=() if params.ignore_eos else self.eos_ids,
                 arrival_time=time.monotonic(),
             )
             for choice in range(params.n)
         ]
-        added: list[Request] = []
+        live = LiveRequest(request_id, prompt, ids, requests, self.tokenizer)
         try:
-            for request in choices:
+            for request in requests:
                 self.scheduler.add(request)
-                added.append(request)
         except RequestError:
-            for request in added:
+            for request in requests:
                 self.scheduler.abort(request.request_id)
             raise
-        self._live[request_id] = LiveRequest(request_id, prompt, ids, choices, self.tokenizer)
+        self._live[request_id] = live
         return request_id
 
     def _limit(self, ids: list[int], params: SamplingParams) -> int:
@@ -174,12 +183,11 @@ class Engine:
             )
         return left if params.max_tokens is None else min(left, params.max_tokens)
 
-    def _checked_ids(self, ids: Sequence[int]) -> list[int]:
+    def _check_ids(self, ids: list[int]) -> None:
         size = self.model_config.num_tokens
         for index, item in enumerate(ids):
-            if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < size:
-                raise RequestError(f"prompt[{index}] is {item!r}: a token id is a whole number from 0 to {size - 1}", "prompt")
-        return list(ids)
+            if not 0 <= item < size:
+                raise RequestError(f"prompt[{index}] is {item}: the model's token ids are 0 to {size - 1}", "prompt")
 
     def _check_params(self, params: SamplingParams) -> None:
         size = self.model_config.num_tokens
@@ -221,15 +229,31 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """One turn: launch the next batch, then read the launch before it. Returns the requests that changed."""
+        if self._failed is not None:
+            raise EngineError(self._failed)
         batch = self.scheduler.schedule()
         if batch is not None:
-            self._pending.append(self.runner.dispatch(batch))
+            self._pending.append(self._dispatch(batch))
             self.stats.launches += 1
             self.stats.peak_pages_used = max(self.stats.peak_pages_used, self.pool.num_used)
         if self._pending and (batch is None or len(self._pending) > LAUNCHES_AHEAD):
-            self._ready += self._process(self._pending.popleft().result())
+            self._read_oldest()
         ready, self._ready = self._ready, []
         return ready
+
+    def _dispatch(self, batch: ScheduledBatch) -> PendingStep:
+        try:
+            return self.runner.dispatch(batch)
+        except BaseException as error:
+            # The launch is accounted for, and the device's state may be lost with it: nothing can go on from here.
+            reason = (str(error).splitlines() or ["no message"])[0]
+            self._failed = f"a launch failed ({type(error).__name__}: {reason}); build a new engine"
+            raise
+
+    def _read_oldest(self) -> None:
+        result = self._pending[0].result()  # blocks: an interrupt here leaves the launch in place, to be read again
+        self._pending.popleft()
+        self._ready += self._process(result)
 
     def _process(self, output: StepOutput) -> list[RequestOutput]:
         changed: dict[str, LiveRequest] = {}
@@ -237,8 +261,9 @@ class Engine:
             live = self._live[result.request.request_id.rpartition("/")[0]]
             live.take(result, output)
             changed[live.request_id] = live
-            if live.is_done(result.request.choice) and not result.request.finished:
-                self.scheduler.finish(result.request, "stop")  # a stop string ended the text: only the text knows
+            reason = live.finish_reason(result.request.choice)
+            if reason is not None and not result.request.finished:
+                self.scheduler.finish(result.request, reason)  # what only the text knows: a stop string, a NaN in the scores
         outputs = []
         for live in changed.values():
             outputs.append(live.output())
@@ -264,12 +289,21 @@ class Engine:
         """Swap the weights between two steps, e.g. after a training update. Same tree, shapes and dtypes; they are
         held, not copied.
 
-        Requests that are running go on with the keys and values they have. For tokens of the new weights alone,
-        update when `has_unfinished` is False.
+        Requests that are running go on with the keys and values they have, unless they are preempted and computed
+        again. For tokens of the new weights alone, update when `has_unfinished` is False.
         """
         while self._pending:
-            self._ready += self._process(self._pending.popleft().result())
+            self._read_oldest()
         self.runner.update_params(params)
+
+
+def _token_id(item: Any, index: int) -> int:
+    if not isinstance(item, bool):
+        try:
+            return operator.index(item)
+        except TypeError:
+            pass
+    raise RequestError(f"prompt[{index}] is {item!r:.60}: a token id is a whole number", "prompt")
 
 
 def _mask_padding_ids(config: DecoderConfig, tokenizer: Tokenizer | None) -> DecoderConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,21 +116,19 @@ class LLM:
                 raise RequestError(
                     f"{len(adders)} prompts but {len(each)} sampling params: give one for all, or one each", "params"
                 )
-        ids: list[str] = []
+        waiting: dict[str, RequestOutput | None] = {}
         try:
             for add, one in zip(adders, each, strict=True):
-                ids.append(add(one))
-        except BaseException:
-            for request_id in ids:
+                waiting[add(one)] = None
+            while any(output is None for output in waiting.values()):
+                for output in self.engine.step():
+                    if output.finished and output.request_id in waiting:
+                        waiting[output.request_id] = output
+        except BaseException:  # an interrupt too: nothing of this call may run on inside the next one
+            for request_id in waiting:
                 self.engine.abort(request_id)
             raise
-        waiting, done = set(ids), {}
-        while waiting:
-            for output in self.engine.step():
-                if output.finished and output.request_id in waiting:
-                    waiting.discard(output.request_id)
-                    done[output.request_id] = output
-        return [done[request_id] for request_id in ids]
+        return [output for output in waiting.values() if output is not None]
 
 
 def _name(model: str | Path | LoadedModel | None, package: str | None, config: DecoderConfig) -> str:
@@ -142,8 +141,10 @@ def _name(model: str | Path | LoadedModel | None, package: str | None, config: D
 def _as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
+    if not hasattr(prompts, "tolist") and not isinstance(prompts, list | tuple):
+        raise RequestError(f"prompts are texts or lists of token ids, got {prompts!r:.60}", "prompt")
     many = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
-    return [many] if many and all(isinstance(item, int) for item in many) else many
+    return [many] if many and all(isinstance(item, numbers.Number) for item in many) else many
 
 
 def _engine_config(engine_config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:

@@ -30,7 +30,7 @@ def plan_pages(model: Model, config: DecoderConfig, params: Any, engine_config: 
     for every row at full length, within 1 GiB.
     """
     page_bytes = cache_bytes_per_page(config, engine_config.page_size)
-    full = engine_config.max_sequences * -(-engine_config.max_context // engine_config.page_size)
+    full = 1 + engine_config.max_sequences * -(-engine_config.max_context // engine_config.page_size)
     if engine_config.kv_cache_bytes is not None:
         return _checked(engine_config.kv_cache_bytes // page_bytes, page_bytes, engine_config, "raise the cache's memory")
     stats = jax.devices()[0].memory_stats()
@@ -41,7 +41,7 @@ def plan_pages(model: Model, config: DecoderConfig, params: Any, engine_config: 
     pages = int(left * engine_config.kv_cache_fraction) // page_bytes
     if pages > PAGE_STEP:
         pages = pages // PAGE_STEP * PAGE_STEP
-    return _checked(min(full + 1, pages), page_bytes, engine_config, "lower max_tokens_per_step, or free device memory")
+    return _checked(min(full, pages), page_bytes, engine_config, "lower max_tokens_per_step, or free device memory")
 
 
 def _checked(pages: int, page_bytes: int, engine_config: ResolvedConfig, advice: str) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
 from llmjax.engine.text_output import ChoiceText, token_text
 from llmjax.engine.tokenizer import Tokenizer
-from llmjax.scheduling.request import Request, StepOutput
+from llmjax.scheduling.request import FinishReason, Request, StepOutput
 from llmjax.scheduling.scheduler import RequestUpdate
 
 NON_FINITE = (
@@ -36,16 +36,17 @@ class LiveRequest:
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None] * len(prompt_ids)
 
-    def is_done(self, choice: int) -> bool:
-        """Whether this choice has ended."""
-        return self._outputs[choice].finish_reason is not None
+    def finish_reason(self, choice: int) -> FinishReason | None:
+        """Why this choice has ended, None while it runs."""
+        return self._outputs[choice].finish_reason
 
     def take(self, update: RequestUpdate, output: StepOutput) -> None:
         """Add one row's result of a launch."""
         request = update.request
         out, text = self._outputs[request.choice], self._texts[request.choice]
-        if output.prompt_scores is not None:
-            self._take_prompt_scores(update, output)
+        if output.prompt_scores is not None and not self._take_prompt_scores(update, output):
+            out.finish_reason, out.error = "error", NON_FINITE
+            return
         for step, token in update.tokens:
             ended_by_token = request.finish_reason == "stop" and (step, token) == update.tokens[-1]
             out.token_ids.append(token)
@@ -101,20 +102,24 @@ class LiveRequest:
             return PositionLogprobs(chosen)
         return PositionLogprobs(chosen, self._top(output.top.ids[step, column], output.top.logprobs[step, column], wanted))
 
-    def _take_prompt_scores(self, update: RequestUpdate, output: StepOutput) -> None:
+    def _take_prompt_scores(self, update: RequestUpdate, output: StepOutput) -> bool:
+        """Fill in the prompt's logprobs; False where they are not finite."""
         rows = output.batch.rows
         row = rows[update.column]
         scores, wanted = output.prompt_scores, update.request.params.prompt_logprobs
         if not row.wants_prompt_logprobs or scores is None or wanted is None or self._prompt_logprobs is None:
-            return
+            return True
         first = sum(other.num_tokens for other in rows[: update.column])  # the row's place among the packed tokens
         for i in range(row.num_tokens):
             position = row.start + i + 1  # packed token i predicts the one after it
             if position >= len(self.prompt_ids):
                 break
+            if np.isnan(scores.logprobs[first + i]):
+                return False
             chosen = self._token(self.prompt_ids[position], scores.logprobs[first + i], scores.ranks[first + i])
             top = self._top(scores.top_ids[first + i], scores.top_logprobs[first + i], wanted) if wanted else ()
             self._prompt_logprobs[position] = PositionLogprobs(chosen, top)
+        return True
 
     def _top(self, ids: np.ndarray, logprobs: np.ndarray, wanted: int) -> tuple[TokenLogprob, ...]:
         # -inf alternatives (masked or filtered out) are left out: they are no alternatives.

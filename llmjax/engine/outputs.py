@@ -48,8 +48,10 @@ class CompletionOutput:
 class RequestOutput:
     """A request's state after a step: everything so far, and what is new since the last one.
 
+    `outputs` and `prompt_logprobs` are the engine's own objects and go on growing; `new_text` and `new_token_ids` do not.
+
     Attributes:
-        prompt_logprobs: one entry a prompt token; the first is None (nothing precedes it). Present once the prompt is computed.
+        prompt_logprobs: one entry a prompt token; the first is None (nothing precedes it). Filled in chunk by chunk.
         new_text: per choice, the text that may be shown since the previous output; concatenated it equals `text`.
         new_token_ids: per choice, likewise.
         finished: every choice has a finish reason.

@@ -15,12 +15,13 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from llmjax.engine.compile_counter import CompileCounter
 from llmjax.engine.config import ResolvedConfig
 from llmjax.engine.sample import MAX_BIAS, MAX_STOPS, SamplingSettings
-from llmjax.engine.state import ROWS_A_RESET, RowReset, init_state, pack_resets, reset_rows, reset_width
+from llmjax.engine.state import ROWS_A_RESET, RowReset, init_state, pack_resets, reset_rows
 from llmjax.engine.step import decode_layout, decode_steps, extend_layout, extend_step
 from llmjax.errors import ModelError
 from llmjax.model.kv_cache import KVCache, init_cache
@@ -39,6 +40,11 @@ class Program:
     lower_seconds: float
     compile_seconds: float
     temp_bytes: int
+
+
+def on_device(params: Any) -> Any:
+    """The same parameters with host arrays put on the default device: they would else be sent with every launch."""
+    return jax.tree.map(jnp.asarray, params)
 
 
 class PendingStep:
@@ -80,7 +86,7 @@ class ModelRunner:
     """Compiles the step programs for one model and launches them.
 
     Args:
-        model, config, params: what to run; `params` are held, not copied.
+        model, config, params: what to run; `params` are held, not copied; see `on_device`.
         engine_config: sizes, as `EngineConfig.resolved` gives them.
         num_pages: pages a layer, the null page included.
 
@@ -158,10 +164,7 @@ class ModelRunner:
     def _padding(self, kind: str, size: int, steps: int) -> np.ndarray:
         """The packed vector of a launch without any row."""
         if kind == "reset":
-            return (
-                np.zeros((ROWS_A_RESET, reset_width(self._max_pages)), np.int32)
-                + np.eye(1, reset_width(self._max_pages), dtype=np.int32) * self._rows
-            )
+            return pack_resets([], max_pages=self._max_pages)
         if kind == "decode":
             return self._pack_decode(ScheduledBatch(0, "decode", steps, []), size, steps)
         return self._pack_extend(ScheduledBatch(0, "extend", 1, []), size)
@@ -186,7 +189,7 @@ class ModelRunner:
         new = [row for row in batch.rows if row.is_new]
         for first in range(0, len(new), ROWS_A_RESET):
             resets = [self._reset(row) for row in new[first : first + ROWS_A_RESET]]
-            packed = pack_resets(resets, padding_row=self._rows, max_pages=self._max_pages)
+            packed = pack_resets(resets, max_pages=self._max_pages)
             self._launch(("reset", ROWS_A_RESET, 1), packed)
         if batch.kind == "decode":
             size = pick(self.row_buckets, len(batch.rows))
@@ -253,7 +256,7 @@ class ModelRunner:
             bias_ids=_padded(list(bias), MAX_BIAS, -1, np.int32),
             bias_values=_padded(list(bias.values()), MAX_BIAS, 0.0, np.float32),
         )  # fmt: skip
-        wants = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        wants = -1 if params.prompt_logprobs is None or not request.scores_prompt else params.prompt_logprobs
         return RowReset(row.row, request.num_prompt_tokens, request.limit, wants, table, settings)
 
     # -- weights

@@ -85,6 +85,7 @@ class RowReset(NamedTuple):
 
 _INTS = ("top_k", "choice", "num_logprobs", "processed_logprobs", "min_tokens")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_NO_ROW = np.iinfo(np.int32).max  # an index beyond every state: the scatter drops it
 _HEAD = 4  # row, num_prompt, limit, prompt_logprobs
 
 
@@ -93,11 +94,11 @@ def reset_width(max_pages: int) -> int:
     return _HEAD + len(_INTS) + len(_FLOATS) + 2 + MAX_STOPS + 2 * MAX_BIAS + max_pages
 
 
-def pack_resets(resets: list[RowReset], *, padding_row: int, max_pages: int) -> np.ndarray:
-    """At most `ROWS_A_RESET` resets as int32 [ROWS_A_RESET, width]; unused entries name the padding row and leave it unused."""
+def pack_resets(resets: list[RowReset], *, max_pages: int) -> np.ndarray:
+    """At most `ROWS_A_RESET` resets as int32 [ROWS_A_RESET, width]; unused entries name no row."""
     assert len(resets) <= ROWS_A_RESET
     out = np.zeros((ROWS_A_RESET, reset_width(max_pages)), np.int32)
-    out[:, 0] = padding_row
+    out[:, 0] = _NO_ROW
     for line, reset in zip(out, resets, strict=False):
         s = reset.settings
         floats = np.array([getattr(s, name) for name in _FLOATS], np.float32)
@@ -129,21 +130,17 @@ def reset_rows(state: DeviceState, packed: Int[Array, "A width"]) -> DeviceState
         "bias_ids": bias_ids,
         "bias_values": bias_values,
     }
-    settings = SamplingSettings(
-        **{
-            name: getattr(state.settings, name).at[rows].set(new[name].astype(getattr(state.settings, name).dtype))
-            for name in new
-        }
-    )
+    old = state.settings._asdict()
+    settings = SamplingSettings(**{n: old[n].at[rows].set(new[n].astype(old[n].dtype), mode="drop") for n in new})
     return state._replace(
-        last_token=state.last_token.at[rows].set(0),
-        seq_lens=state.seq_lens.at[rows].set(0),
-        num_output=state.num_output.at[rows].set(0),
-        num_prompt=state.num_prompt.at[rows].set(head[:, 1]),
-        limit=state.limit.at[rows].set(head[:, 2]),
-        active=state.active.at[rows].set(False),
-        prompt_logprobs=state.prompt_logprobs.at[rows].set(head[:, 3]),
-        page_table=state.page_table.at[rows].set(pages),
+        last_token=state.last_token.at[rows].set(0, mode="drop"),
+        seq_lens=state.seq_lens.at[rows].set(0, mode="drop"),
+        num_output=state.num_output.at[rows].set(0, mode="drop"),
+        num_prompt=state.num_prompt.at[rows].set(head[:, 1], mode="drop"),
+        limit=state.limit.at[rows].set(head[:, 2], mode="drop"),
+        active=state.active.at[rows].set(False, mode="drop"),
+        prompt_logprobs=state.prompt_logprobs.at[rows].set(head[:, 3], mode="drop"),
+        page_table=state.page_table.at[rows].set(pages, mode="drop"),
         settings=settings,
-        counts=state.counts.at[rows].set(0),
+        counts=state.counts.at[rows].set(0, mode="drop"),
     )

@@ -183,7 +183,8 @@ def extend_step(
     )
     hidden, kv_cache = model.forward(params, batch, kv_cache, config=config, decode=False)
 
-    scores = _score_prompt(params, hidden, ids, owner, updates, state, model=model, config=config)
+    scoring = ((state.prompt_logprobs[index] >= 0) & live & ~decoding).any()
+    scores = _score_prompt(params, hidden, ids, owner, updates, scoring, model=model, config=config)
     state = _count_given_tokens(state, index[owner], ids, positions, is_token & ~decoding[owner])
     state = state._replace(seq_lens=state.seq_lens.at[index].add(jnp.where(live, lengths, 0)))
     last = model.logits(params, hidden[batch.logits_indices], config=config)
@@ -242,18 +243,18 @@ def _score_prompt(
     ids: Array,
     owner: Array,
     updates: dict[str, Array],
-    state: DeviceState,
+    scoring: Array,
     *,
     model: Model,
     config: DecoderConfig,
 ) -> PromptScoresOnDevice:
-    """Logprobs of the prompt tokens that follow each packed token, with the head computed in chunks; nothing when no row asks."""
+    """Logprobs of the prompt tokens that follow each packed token, with the head computed in chunks; nothing unless
+    `scoring` (bool scalar)."""
     tokens = ids.shape[0]
     chunk = min(SCORE_CHUNK, tokens)
     padded = -(-tokens // chunk) * chunk
     is_last = jnp.arange(tokens) + 1 >= updates["query_starts"][owner + 1]
     targets = jnp.where(is_last, updates["next_tokens"][owner], jnp.roll(ids, -1))
-    wanted = (state.prompt_logprobs[updates["rows"]] >= 0).any()
 
     def score() -> PromptScoresOnDevice:
         def one(piece: tuple[Array, Array]) -> tuple[Array, Array, Array, Array]:
@@ -270,4 +271,4 @@ def _score_prompt(
             jnp.zeros((tokens, NUM_TOP), jnp.int32), jnp.zeros((tokens, NUM_TOP), jnp.float32),
         )  # fmt: skip
 
-    return jax.lax.cond(wanted, score, skip)
+    return jax.lax.cond(scoring, score, skip)

@@ -1,8 +1,8 @@
 """The paged KV cache on the device: two arrays for all layers, and where a token's keys and values lie in them.
 
-A page holds `page_size` consecutive tokens of one row, for one layer: the page with id p of layer l is entry `l * P +
-p`. Page 0 of
-every layer is the null page: padding is written there, and nothing is ever read from it.
+A page holds `page_size` consecutive tokens of one row, for one layer: the page with id p of layer l is entry
+`l * P + p`. Page 0 of every layer is the null page: padding is written there, and nothing read from it counts (it
+may hold NaN, so a weight of 0 is not enough).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The decoder as pure functions: `forward`, `logits`, `first_non_finite_layer`.
+"""The decoder as pure functions: `forward`, `logits`, `layer_finiteness`.
 
 One Block is traced per program, not one per layer: layers share an inner `jax.jit` whose layer-dependent values (page
-    offset, window)
-are arguments.
+offset, window) are arguments.
 """
 
 from __future__ import annotations

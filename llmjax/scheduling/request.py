@@ -38,6 +38,7 @@ class Request:
         seed: 64-bit noise seed, already drawn; with `choice` and the token's position it fixes all noise of the request.
         choice: index among the choices of its prompt.
         eos_ids: the model's end-of-sequence ids, empty when `params.ignore_eos`.
+        scores_prompt: prompt logprobs are computed for this choice, if `params` asks (one of n choices is enough).
         limit: new tokens at most: `params.max_tokens` cut to what the context leaves.
         arrival_time: monotonic seconds.
         output_ids: new tokens read back so far.
@@ -58,6 +59,7 @@ class Request:
     seed: int
     limit: int
     choice: int = 0
+    scores_prompt: bool = True
     eos_ids: tuple[int, ...] = ()
     arrival_time: float = 0.0
     output_ids: list[int] = dataclasses.field(default_factory=list)

@@ -97,7 +97,7 @@ class EngineSection(StageSection):
         default_factory=lambda: BatchingSection.model_validate({}), description="How requests share a launch."
     )
     deterministic: bool = Field(
-        False, description="The same tokens whatever the neighbours are: one row bucket and one token bucket."
+        False, description="One row bucket and one token bucket: no shape depends on how many neighbours a request has."
     )
 
     @model_validator(mode="after")
