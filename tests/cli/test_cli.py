@@ -458,15 +458,19 @@ def test_a_terminal_of_few_letters_shows_the_rest(tmp_path: Path) -> None:
 
 def test_interrupting_a_process_is_exit_130(tmp_path: Path) -> None:
     code = (
-        "import llmjax.cli, llmjax.cli.talk as talk, time\n"
+        "import llmjax.cli, llmjax.cli.talk as talk, signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job inherits it as ignored
         "talk.stdin_text = lambda: print('up', flush=True) or time.sleep(60)\n"
         "llmjax.cli.main()"
     )
     command = [sys.executable, "-c", code, "generate", "-m", "x"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"up\n"
-    time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        try:
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, err) == (130, b"")
