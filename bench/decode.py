@@ -31,7 +31,7 @@ from pallas_kernels.kv_write import write_kv
 from pallas_kernels.matmul import dense
 from pallas_kernels.paged_attention import paged_attention
 
-VLLM_STEP_MS = {  # one H200, prompt 128, output 128 (bench/results/peers.md)
+VLLM_STEP_MS = {  # one H200, prompt 128, output 128 (bench/results/README.md)
     "llama-8b": {1: 4.79, 8: 4.79, 32: 5.18, 64: 5.87, 128: 7.09, 256: 10.63},
     "qwen2.5-1.5b": {1: 2.31, 8: 2.25, 32: 2.09, 64: 3.56, 128: 4.18, 256: 4.74},
 }

@@ -77,11 +77,10 @@ class EngineConfig:
             raise ConfigError(f"max_context {self.max_context} is above the {model_max_context} positions of the model; lower it")
         tokens = self.max_tokens_per_step or max(2048 if gpu else 512, self.max_sequences)
         steps = self.decode_steps or (8 if gpu else 1)
-        rows = self.row_buckets or choose_row_buckets(self.max_sequences)
-        token_buckets = self.token_buckets or choose_token_buckets(tokens)
-        if not gpu:  # a program takes ten seconds to compile there, and padding costs little: the smallest and the largest
-            rows = self.row_buckets or tuple(sorted({1, self.max_sequences}))
-            token_buckets = self.token_buckets or token_buckets[-2:]
+        rows, token_buckets = choose_row_buckets(self.max_sequences), choose_token_buckets(tokens)
+        if not gpu:  # a program takes ten seconds to compile on a CPU, and padding costs little there: fewer sizes
+            rows, token_buckets = tuple(sorted({1, self.max_sequences})), token_buckets[-2:]
+        rows, token_buckets = self.row_buckets or rows, self.token_buckets or token_buckets
         if self.deterministic:  # one shape each, so that a row's arithmetic does not depend on its neighbours
             rows, token_buckets = rows[-1:], token_buckets[-1:]
         programs = len(rows) * len({1, steps}) + len(token_buckets) + 1

@@ -151,7 +151,6 @@ class Engine:
                 seed=seed,
                 limit=limit,
                 choice=choice,
-                scores_prompt=choice == 0,
                 eos_ids=() if params.ignore_eos else self.eos_ids,
                 arrival_time=time.monotonic(),
             )

@@ -256,7 +256,7 @@ class ModelRunner:
             bias_ids=_padded(list(bias), MAX_BIAS, -1, np.int32),
             bias_values=_padded(list(bias.values()), MAX_BIAS, 0.0, np.float32),
         )  # fmt: skip
-        wants = -1 if params.prompt_logprobs is None or not request.scores_prompt else params.prompt_logprobs
+        wants = params.prompt_logprobs if request.scores_prompt and params.prompt_logprobs is not None else -1
         return RowReset(row.row, request.num_prompt_tokens, request.limit, wants, table, settings)
 
     # -- weights

@@ -38,7 +38,6 @@ class Request:
         seed: 64-bit noise seed, already drawn; with `choice` and the token's position it fixes all noise of the request.
         choice: index among the choices of its prompt.
         eos_ids: the model's end-of-sequence ids, empty when `params.ignore_eos`.
-        scores_prompt: prompt logprobs are computed for this choice, if `params` asks (one of n choices is enough).
         limit: new tokens at most: `params.max_tokens` cut to what the context leaves.
         arrival_time: monotonic seconds.
         output_ids: new tokens read back so far.
@@ -59,7 +58,6 @@ class Request:
     seed: int
     limit: int
     choice: int = 0
-    scores_prompt: bool = True
     eos_ids: tuple[int, ...] = ()
     arrival_time: float = 0.0
     output_ids: list[int] = dataclasses.field(default_factory=list)
@@ -84,6 +82,11 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens whose values the host knows: prompt and read output."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether prompt logprobs are computed for it: one of n choices is enough."""
+        return self.choice == 0 and self.params.prompt_logprobs is not None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

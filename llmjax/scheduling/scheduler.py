@@ -271,9 +271,7 @@ class Scheduler:
             samples=samples,
             is_new=is_new,
             new_pages=[(index, request.pages[index]) for index in range(num_pages, len(request.pages))],
-            wants_prompt_logprobs=request.scores_prompt
-            and request.params.prompt_logprobs is not None
-            and start < request.num_prompt_tokens,
+            wants_prompt_logprobs=request.scores_prompt and start < request.num_prompt_tokens,
         )
         request.num_computed_tokens = end
         request.num_in_flight += samples
