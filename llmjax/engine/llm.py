@@ -116,19 +116,18 @@ class LLM:
                 raise RequestError(
                     f"{len(adders)} prompts but {len(each)} sampling params: give one for all, or one each", "params"
                 )
-        waiting: dict[str, RequestOutput | None] = {}
+        outputs: dict[str, RequestOutput] = {}
+        ids: dict[str, None] = {}  # in the order of the prompts
         try:
             for add, one in zip(adders, each, strict=True):
-                waiting[add(one)] = None
-            while any(output is None for output in waiting.values()):
-                for output in self.engine.step():
-                    if output.finished and output.request_id in waiting:
-                        waiting[output.request_id] = output
+                ids[add(one)] = None
+            while len(outputs) < len(ids):
+                outputs |= {one.request_id: one for one in self.engine.step() if one.finished and one.request_id in ids}
         except BaseException:  # an interrupt too: nothing of this call may run on inside the next one
-            for request_id in waiting:
+            for request_id in ids:
                 self.engine.abort(request_id)
             raise
-        return [output for output in waiting.values() if output is not None]
+        return [outputs[request_id] for request_id in ids]
 
 
 def _name(model: str | Path | LoadedModel | None, package: str | None, config: DecoderConfig) -> str:
