@@ -27,6 +27,7 @@ from llmjax.model.checkpoint.load import load_model
 from llmjax.model.config import ModelConfig
 from llmjax.model.kv_cache import KVCache
 from llmjax.sampling_params import SamplingParams
+from llmjax.scheduling.buckets import MIN_ROW_BUCKET
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.matmul import dense
 from pallas_kernels.paged_attention import paged_attention
@@ -54,7 +55,7 @@ def main() -> None:
         max_tokens_per_step=args.tokens_per_step,
         prefill_chunk=args.tokens_per_step,
         decode_steps=args.decode_steps,
-        row_buckets=tuple(sorted(batches)),
+        row_buckets=tuple(sorted({max(batch, min(MIN_ROW_BUCKET, max(batches))) for batch in batches})),
         token_buckets=(args.tokens_per_step,),
         compile_cache=args.compile_cache,
     )

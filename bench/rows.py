@@ -44,13 +44,15 @@ class Rows:
     def __init__(self, json_path: str | None) -> None:
         self._path = json_path
         self._rows: list[dict[str, Any]] = []
-        print(json.dumps(machine()), flush=True)
+        self._machine = machine()
+        print(json.dumps(self._machine), flush=True)
 
     def add(self, **row: Any) -> None:
         """One figure with what it was measured on."""
         row = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
         self._rows.append(row)
         print(json.dumps(row), flush=True)
+        self._write(self._machine)  # a run that is cut off keeps what it has
 
     def close(self, columns: Iterable[str]) -> None:
         """Print the table (`columns` of the rows that have the first), and write everything to the JSON file."""
@@ -59,9 +61,13 @@ class Rows:
         widths = [max(len(cell) for cell in column) for column in zip(names, *table, strict=True)]
         for line in [names, *table]:
             print(" | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+        at_work = machine()  # the clocks and power of a card at work, not of an idle one
+        print(json.dumps(at_work), flush=True)
+        self._write(at_work)
+
+    def _write(self, facts: dict[str, Any]) -> None:
         if self._path is not None:
-            # The clocks and power of a card at work, not of an idle one: read again at the end.
-            Path(self._path).write_text(json.dumps({"machine": machine(), "rows": self._rows}, indent=1) + "\n")
+            Path(self._path).write_text(json.dumps({"machine": facts, "rows": self._rows}, indent=1) + "\n")
 
 
 def _cell(value: Any) -> str:

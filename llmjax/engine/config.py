@@ -24,14 +24,17 @@ class EngineConfig:
         max_sequences: rows of the device batch.
         max_tokens_per_step: token budget of an extend launch, decoding rows included; None takes 2048 on a GPU, 512 on a CPU.
         prefill_chunk: tokens of one prompt in one launch, at most.
-        decode_steps: decode steps in one launch when nothing waits; None takes 8 on a GPU, 1 on a CPU, whose steps
-            dwarf the host's work.
+        decode_steps: decode steps in one launch when no waiting request could be taken in before it ends; None takes 8 on a
+            GPU, 1 on a CPU, whose steps dwarf the host's work.
         row_buckets: batch sizes decode programs are compiled for; empty chooses by `max_sequences`.
         token_buckets: token counts extend programs are compiled for; empty chooses by `max_tokens_per_step`.
         seed: for requests without one; None draws from the operating system.
         compile_cache: folder of the persistent compile cache; None leaves JAX's setting alone.
-        deterministic: one row bucket and one token bucket, so that no shape depends on how many neighbours a request has. (A
-            row still joins the extend program while a neighbour's prompt is computed.)
+        deterministic: a request's tokens and logprobs are the same to the bit whatever runs beside it and whenever it came.
+            Its launches depend on the request alone: one prompt's chunk a launch, of one token bucket, begun at multiples of
+            the chunk size; decoding rows never join it, and decode in one row bucket, always `decode_steps` steps. A request
+            is admitted only when the pool holds all of its full length, so that none is preempted. Costs throughput while
+            prompts come in, and pages. (It rests on kernels whose result for a row does not depend on the other rows.)
     """
 
     max_context: int | None = None
@@ -76,14 +79,17 @@ class EngineConfig:
         if self.max_context is not None and self.max_context > model_max_context:
             raise ConfigError(f"max_context {self.max_context} is above the {model_max_context} positions of the model; lower it")
         tokens = self.max_tokens_per_step or max(2048 if gpu else 512, self.max_sequences)
+        if self.deterministic:  # a launch holds one chunk
+            tokens = max(min(tokens, self.prefill_chunk), self.max_sequences)
         steps = self.decode_steps or (8 if gpu else 1)
         rows, token_buckets = choose_row_buckets(self.max_sequences), choose_token_buckets(tokens)
         if not gpu:  # a program takes ten seconds to compile on a CPU, and padding costs little there: fewer sizes
             rows, token_buckets = tuple(sorted({1, self.max_sequences})), token_buckets[-2:]
         rows, token_buckets = self.row_buckets or rows, self.token_buckets or token_buckets
-        if self.deterministic:  # one shape each, so that a row's arithmetic does not depend on its neighbours
-            rows, token_buckets = rows[-1:], token_buckets[-1:]
-        programs = len(rows) * len({1, steps}) + len(token_buckets) + 1
+        step_counts = tuple(dict.fromkeys((1, steps)))
+        if self.deterministic:  # one program each, so that a row's arithmetic does not depend on its neighbours
+            rows, token_buckets, step_counts = rows[-1:], (tokens,), (steps,)
+        programs = len(rows) * len(step_counts) + len(token_buckets) + 1
         if programs > MAX_PROGRAMS:
             raise ConfigError(
                 f"row_buckets and token_buckets make {programs} programs, at most {MAX_PROGRAMS} are allowed: name fewer sizes"
@@ -94,6 +100,7 @@ class EngineConfig:
                 "max_context": self.max_context or min(model_max_context, DEFAULT_MAX_CONTEXT),
                 "max_tokens_per_step": tokens,
                 "decode_steps": steps,
+                "step_counts": step_counts,
                 "row_buckets": rows,
                 "token_buckets": token_buckets,
             }
@@ -102,8 +109,13 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
-    """An `EngineConfig` with nothing left open; what the parts of an engine are given."""
+    """An `EngineConfig` with nothing left open; what the parts of an engine are given.
+
+    Attributes:
+        step_counts: the numbers of decode steps programs are compiled for.
+    """
 
     max_context: int = 0
     max_tokens_per_step: int = 0
     decode_steps: int = 0
+    step_counts: tuple[int, ...] = ()

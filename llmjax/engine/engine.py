@@ -87,6 +87,7 @@ class Engine:
         self.runner = ModelRunner(model, self.model_config, params, self.config, num_pages=num_pages)
         self.stats = EngineStats(num_pages=num_pages - 1)
         self._live: dict[str, LiveRequest] = {}
+        self._owners: dict[Request, LiveRequest] = {}  # of each unfinished choice
         self._pending: collections.deque[PendingStep] = collections.deque()
         self._ready: list[RequestOutput] = []  # made outside step(): aborts, and results drained by update_params
         self._ids = itertools.count()
@@ -165,6 +166,7 @@ class Engine:
                 self.scheduler.abort(request.request_id)
             raise
         self._live[request_id] = live
+        self._owners |= dict.fromkeys(requests, live)
         return request_id
 
     def _limit(self, ids: list[int], params: SamplingParams) -> int:
@@ -214,6 +216,7 @@ class Engine:
         if live is None:
             return
         for request in live.requests:
+            self._owners.pop(request, None)
             if not request.finished:
                 self.scheduler.abort(request.request_id)
         self.stats.finished["abort"] += 1
@@ -255,21 +258,26 @@ class Engine:
         self._ready += self._process(result)
 
     def _process(self, output: StepOutput) -> list[RequestOutput]:
-        changed: dict[str, LiveRequest] = {}
+        changed: dict[LiveRequest, None] = {}
         for result in self.scheduler.update(output):
-            live = self._live[result.request.request_id.rpartition("/")[0]]
-            live.take(result, output)
-            changed[live.request_id] = live
-            reason = live.finish_reason(result.request.choice)
-            if reason is not None and not result.request.finished:
-                self.scheduler.finish(result.request, reason)  # what only the text knows: a stop string, a NaN in the scores
+            request = result.request
+            live = self._owners[request]
+            reason = live.take(result, output)
+            changed[live] = None
+            if reason is None:
+                continue
+            del self._owners[request]
+            if not request.finished:
+                self.scheduler.finish(request, reason)  # what only the text knows: a stop string, a NaN in the scores
         outputs = []
-        for live in changed.values():
-            outputs.append(live.output())
-            self.stats.output_tokens += sum(map(len, outputs[-1].new_token_ids))
-            if outputs[-1].finished:
+        for live in changed:
+            one = live.output()
+            outputs.append(one)
+            for new in one.new_token_ids:
+                self.stats.output_tokens += len(new)
+            if one.finished:
                 del self._live[live.request_id]
-                self._count_finished(live, outputs[-1])
+                self._count_finished(live, one)
         return outputs
 
     def _count_finished(self, live: LiveRequest, result: RequestOutput) -> None:

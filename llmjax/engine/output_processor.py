@@ -8,7 +8,7 @@ from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOut
 from llmjax.engine.text_output import ChoiceText, token_text
 from llmjax.engine.tokenizer import Tokenizer
 from llmjax.scheduling.request import FinishReason, Request, StepOutput
-from llmjax.scheduling.scheduler import RequestUpdate
+from llmjax.scheduling.results import RequestUpdate
 
 NON_FINITE = (
     "the model's logits were NaN or infinite for this request; with float16 use bfloat16 or float32, else check the weights"
@@ -31,43 +31,53 @@ class LiveRequest:
             CompletionOutput(index=i, logprobs=None if params.logprobs is None else []) for i in range(len(requests))
         ]
         self._texts = [None if tokenizer is None else ChoiceText(tokenizer, prompt_ids, request.params) for request in requests]
-        self._seen = [(0, 0)] * len(requests)  # characters and tokens already given out
+        self._seen = [[0, 0] for _ in requests]  # characters and tokens already given out
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None] * len(prompt_ids)
 
-    def finish_reason(self, choice: int) -> FinishReason | None:
-        """Why this choice has ended, None while it runs."""
-        return self._outputs[choice].finish_reason
-
-    def take(self, update: RequestUpdate, output: StepOutput) -> None:
-        """Add one row's result of a launch."""
+    def take(self, update: RequestUpdate, output: StepOutput) -> FinishReason | None:
+        """Add one row's result of a launch. Returns why its choice has ended, None while it runs."""
         request = update.request
-        out, text = self._outputs[request.choice], self._texts[request.choice]
+        out = self._outputs[request.choice]
         if output.prompt_scores is not None and not self._take_prompt_scores(update, output):
             out.finish_reason, out.error = "error", NON_FINITE
-            return
-        for step, token in update.tokens:
-            ended_by_token = request.finish_reason == "stop" and (step, token) == update.tokens[-1]
-            out.token_ids.append(token)
-            out.cumulative_logprob += float(output.logprobs[step, update.column])
-            if out.logprobs is not None:
-                out.logprobs.append(self._logprobs(request, update.column, step, token, output))
-            if text is None:
-                continue
-            delta, matched = text.add(token, len(out.token_ids), ended=ended_by_token)
-            out.text += delta
-            if matched is not None:
-                out.finish_reason, out.stop_reason = "stop", matched
-                return  # tokens after the stop string in the same launch are dropped
-        if request.finished:
+        elif not self._take_tokens(update, output, out, self._texts[request.choice]) and update.finished:
             out.finish_reason = request.finish_reason
             if request.finish_reason == "stop" and request.stop_token not in request.eos_ids:
                 out.stop_reason = request.stop_token
             if request.finish_reason == "error":
                 out.error = NON_FINITE
+            text = self._texts[request.choice]
             if text is not None:
                 out.text += text.finish()
+        return out.finish_reason
+
+    def _take_tokens(self, update: RequestUpdate, output: StepOutput, out: CompletionOutput, text: ChoiceText | None) -> bool:
+        """Add the new tokens; True when a stop string has ended the output. What follows it in the same launch is dropped."""
+        logprobs = output.logprob_lists[update.column]
+        if text is None and out.logprobs is None:
+            out.token_ids += update.tokens
+            for logprob in logprobs[: len(update.tokens)]:
+                out.cumulative_logprob += logprob
+            return False
+        request = update.request
+        ended_at = len(update.tokens) - 1 if request.finish_reason == "stop" else -1
+        deltas = []
+        matched = None
+        for step, token in enumerate(update.tokens):
+            out.token_ids.append(token)
+            out.cumulative_logprob += logprobs[step]
+            if out.logprobs is not None:
+                out.logprobs.append(self._logprobs(request, update.column, step, token, output))
+            if text is not None:
+                delta, matched = text.add(token, len(out.token_ids), ended=step == ended_at)
+                deltas.append(delta)
+                if matched is not None:
+                    out.finish_reason, out.stop_reason = "stop", matched
+                    break
+        out.text += "".join(deltas)
+        return matched is not None
 
     def abort(self) -> RequestOutput:
         """The last output of a request that was aborted: choices still running end with "abort"."""
@@ -80,9 +90,15 @@ class LiveRequest:
 
     def output(self) -> RequestOutput:
         """Everything so far, and what is new since the last call."""
-        new_text = [out.text[chars:] for out, (chars, _) in zip(self._outputs, self._seen, strict=True)]
-        new_ids = [out.token_ids[tokens:] for out, (_, tokens) in zip(self._outputs, self._seen, strict=True)]
-        self._seen = [(len(out.text), len(out.token_ids)) for out in self._outputs]
+        new_text, new_ids, finished, preemptions = [], [], True, 0
+        for out, seen, request in zip(self._outputs, self._seen, self.requests, strict=True):
+            text, ids = out.text, out.token_ids
+            new_text.append(text[seen[0] :])
+            new_ids.append(ids[seen[1] :])
+            seen[:] = len(text), len(ids)
+            if out.finish_reason is None:
+                finished = False
+            preemptions += request.num_preemptions
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
@@ -91,8 +107,8 @@ class LiveRequest:
             prompt_logprobs=self._prompt_logprobs,
             new_text=new_text,
             new_token_ids=new_ids,
-            num_preemptions=sum(request.num_preemptions for request in self.requests),
-            finished=all(out.finish_reason is not None for out in self._outputs),
+            num_preemptions=preemptions,
+            finished=finished,
         )
 
     def _logprobs(self, request: Request, column: int, step: int, token: int, output: StepOutput) -> PositionLogprobs:

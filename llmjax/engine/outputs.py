@@ -26,7 +26,7 @@ class PositionLogprobs:
     top: tuple[TokenLogprob, ...] = ()
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class CompletionOutput:
     """One choice. `text` excludes what follows a stop; `token_ids` holds every sampled token, the stopping one included.
 
@@ -44,7 +44,7 @@ class CompletionOutput:
     error: str | None = None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class RequestOutput:
     """A request's state after a step: everything so far, and what is new since the last one.
 

@@ -53,8 +53,7 @@ class PendingStep:
     def __init__(self, batch: ScheduledBatch, tokens: Any, scores: Any) -> None:
         self.batch = batch
         self._tokens, self._scores = tokens, scores
-        params = [row.request.params for row in batch.rows]
-        self._wants_top = any(p.logprobs for p in params)
+        self._wants_top = any(row.request.params.logprobs for row in batch.rows)
         self._wants_scores = any(row.wants_prompt_logprobs for row in batch.rows)
         tokens.summary.copy_to_host_async()
         if self._wants_top:
@@ -101,7 +100,7 @@ class ModelRunner:
         self._page_size = engine_config.page_size
         self._max_pages = -(-engine_config.max_context // engine_config.page_size)
         self.row_buckets, self.token_buckets = engine_config.row_buckets, engine_config.token_buckets
-        self._steps = tuple(dict.fromkeys((1, engine_config.decode_steps)))
+        self._step_counts = engine_config.step_counts
         self.num_pages = num_pages
         self._cache: KVCache = init_cache(config, num_pages=num_pages, page_size=self._page_size)
         self._state = init_state(max_sequences=self._rows, max_pages=self._max_pages, vocab_size=config.vocab_size)
@@ -124,7 +123,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compile every program, and run each once on padding rows, so that serving compiles nothing."""
         wanted: list[tuple[str, int, int]] = [("reset", ROWS_A_RESET, 1)]
-        wanted += [("decode", rows, steps) for rows in self.row_buckets for steps in self._steps]
+        wanted += [("decode", rows, steps) for rows in self.row_buckets for steps in self._step_counts]
         wanted += [("extend", tokens, 1) for tokens in self.token_buckets]
         # Tracing holds the interpreter lock, so lower one after the other; XLA compiles outside it, in parallel.
         with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 2) // 2)) as pool:
@@ -230,7 +229,8 @@ class ModelRunner:
 
     def _pages(self, rows: list[ScheduledRow], size: int) -> dict[str, np.ndarray]:
         """Pages appended to rows that are not new (a new row's whole table went with its reset)."""
-        appended = [(row.row, index, page) for row in rows if not row.is_new for index, page in row.new_pages]
+        growing = [row for row in rows if row.new_pages and not row.is_new]
+        appended = [(row.row, index, page) for row in growing for index, page in row.new_pages]
         assert len(appended) <= size, f"{len(appended)} pages appended in a launch that takes {size}"
         out = np.zeros((3, size), np.int32)
         out[0] = self._rows

@@ -1,17 +1,21 @@
 """From logits to tokens and logprobs, for all rows at once. Pure and jitted by the step; knows neither state nor requests.
 
 Settings are arrays, so that one program serves any mix of them. What costs time is done only if some row of the batch asks
-for it (`lax.cond`): a purely greedy batch pays for one maximum and one log-sum-exp of its logits. Nothing here looks across
-rows, so a row's result does not depend on its neighbours or its place.
+for it (`lax.cond`): a purely greedy batch goes through one condition, and pays for one maximum, one log-sum-exp and one
+search of its logits. Nothing here looks across rows, so a row's result does not depend on its neighbours or its place.
 
-Filters find a threshold by bisection over the bits of the logits instead of sorting the vocabulary, which makes them exact
+Filters find a threshold by searching over the bits of the logits instead of sorting the vocabulary, which makes them exact
 for any value: nothing is truncated to some number of candidates.
+
+On a GPU time is passes over the logits, and a condition joins the CUDA graph only if none of its branches holds a loop or a
+sort: else the host reads the condition in every step. So there all is unrolled into few passes of many sums each
+(`_by_platform`); a CPU, whose time is operations, takes simple passes in a loop. Both give the same thresholds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from llmjax.sampling_params import GREEDY_TEMPERATURE, MAX_LOGIT_BIAS, MAX_LOGPROBS
+from pallas_kernels import tuning
 
 MAX_STOPS = 32  # ids a row that end its output: the request's own and the model's
 MAX_BIAS = MAX_LOGIT_BIAS
@@ -26,6 +31,7 @@ NUM_TOP = MAX_LOGPROBS
 PROMPT_BIT = 1 << 30  # in `counts`: the token occurs in the prompt; the bits below count it in the output
 
 _LANES = 512  # partial sums of a sum over the vocabulary
+_BITS_A_PASS = 4  # of a threshold; a pass has 15 sums then, about as much work as reading the logits takes time
 
 
 class SamplingSettings(NamedTuple):
@@ -113,32 +119,27 @@ def sample(
     finite = jnp.isfinite(peak) & jnp.isfinite(log_sum)
     greedy = settings.temperature < GREEDY_TEMPERATURE
     adjusts = _has_bias(settings) | _has_penalty(settings) | _stops_masked(settings, num_output)
-
-    def plain() -> Sampled:
-        rows = logits.shape[0]
-        return Sampled(
-            tokens=_first(logits, peak),
-            logprobs=-log_sum,
-            ranks=jnp.zeros((rows,), jnp.int32),
-            finite=finite,
-            top_ids=jnp.full((rows, NUM_TOP), -1, jnp.int32),
-            top_logprobs=jnp.full((rows, NUM_TOP), -jnp.inf),
-        )
+    rows = logits.shape[0]
+    no_top = jnp.full((rows, NUM_TOP), -1, jnp.int32), jnp.full((rows, NUM_TOP), -jnp.inf)
+    # Computed for every batch: on a GPU it shares a pass with the log-sum-exp.
+    plain = Sampled(_first(logits, peak), -log_sum, jnp.zeros((rows,), jnp.int32), finite, *no_top)
 
     def full() -> Sampled:
         adjusted = lax.cond(adjusts.any(), lambda: _adjust(logits, settings, counts, num_output), lambda: logits)
         best = adjusted.max(axis=-1)
 
         def draw() -> tuple[Array, Array]:
-            final = _filtered(adjusted, best, settings, greedy)
-            noisy = jnp.where(greedy[:, None], adjusted, final + _gumbel(settings, positions, logits.shape[1]))
-            return _first(noisy, noisy.max(axis=-1)), final
+            lowest = _lowest_kept(adjusted, best, settings, greedy)
+            noise = _gumbel(settings, positions, logits.shape[1])
+            noisy = jnp.where(greedy[:, None], adjusted, _final(adjusted, best, lowest, settings, greedy) + noise)
+            return _argmax(noisy), lowest
 
-        tokens, final = lax.cond((~greedy).any(), draw, lambda: (_first(adjusted, best), adjusted - best[:, None]))
-        return Sampled(tokens, *_logprobs(logits, peak, log_sum, final, tokens, settings, finite & jnp.isfinite(best)))
+        tokens, lowest = lax.cond((~greedy).any(), draw, lambda: (_first(adjusted, best), jnp.zeros((rows,), jnp.uint32)))
+        final = _final(adjusted, best, lowest, settings, greedy)
+        return Sampled(tokens, *_logprobs(logits, peak, log_sum, final, tokens, settings, finite & jnp.isfinite(best), no_top))
 
     simple = greedy & ~adjusts & (settings.num_logprobs < 0)
-    result = lax.cond(simple.all(), plain, full)
+    result = lax.cond(simple.all(), lambda: plain, full)
     return result._replace(
         tokens=jnp.where(result.finite, result.tokens, -1), logprobs=jnp.where(result.finite, result.logprobs, jnp.nan)
     )
@@ -196,32 +197,40 @@ def _adjust(logits: Array, settings: SamplingSettings, counts: Callable[[], Arra
 # -- temperature, top-k, top-p, min-p
 
 
-def _filtered(adjusted: Array, best: Array, settings: SamplingSettings, greedy: Array) -> Array:
-    """Unnormalised log probabilities after temperature and filters, 0 for the most likely token; greedy rows keep all."""
-    vocab = adjusted.shape[1]
+def _scaled(adjusted: Array, best: Array, settings: SamplingSettings, greedy: Array) -> Array:
+    """Unnormalised log probabilities after the temperature, 0 for the most likely token; greedy rows are at temperature 1."""
     # The maximum goes first: the quotient could overflow, a quotient of something at most 0 only vanishes.
-    scaled = (adjusted - best[:, None]) / jnp.where(greedy, 1.0, settings.temperature)[:, None]
+    return (adjusted - best[:, None]) / jnp.where(greedy, 1.0, settings.temperature)[:, None]
+
+
+def _lowest_kept(adjusted: Array, best: Array, settings: SamplingSettings, greedy: Array) -> Array:
+    """What top-k and top-p keep, as the lowest `_ordered_bits` [R] kept; 0 keeps all, as for greedy rows."""
+    rows, vocab = adjusted.shape
     top_k = jnp.where(greedy | (settings.top_k <= 0), vocab, jnp.minimum(settings.top_k, vocab))
     top_p = jnp.where(greedy, 1.0, settings.top_p)
+    everything = jnp.zeros((rows,), jnp.uint32)
+
+    def search() -> Array:
+        keys = _ordered_bits(adjusted)  # not of `_scaled`: rounding may make neighbours equal there
+
+        def search_top_p(by_k: Array) -> Array:
+            weights = jnp.where(keys >= by_k[:, None], jnp.exp(_scaled(adjusted, best, settings, greedy)), 0.0)
+            by_p = _threshold(keys, weights, top_p * _sum(weights))
+            return jnp.where(top_p < 1, jnp.maximum(by_k, by_p), by_k)
+
+        by_k = lax.cond(
+            (top_k < vocab).any(), lambda: _threshold(keys, jnp.ones_like(adjusted, jnp.int32), top_k), lambda: everything
+        )
+        return lax.cond((top_p < 1).any(), search_top_p, lambda by_k: by_k, by_k)
+
+    return lax.cond(((top_k < vocab) | (top_p < 1)).any(), search, lambda: everything)
+
+
+def _final(adjusted: Array, best: Array, lowest: Array, settings: SamplingSettings, greedy: Array) -> Array:
+    """Unnormalised log probabilities of the distribution sampled from: -inf for what the filters remove."""
+    scaled = _scaled(adjusted, best, settings, greedy)
     min_p = jnp.where(greedy, 0.0, settings.min_p)
-
-    def keep_top_k(kept: Array) -> Array:
-        keys = _ordered_bits(adjusted)  # not of `scaled`: rounding may make neighbours equal there
-        threshold = _bisect(lambda at: (keys >= at).sum(axis=-1, dtype=jnp.int32) >= top_k, adjusted.shape[0])
-        return kept & (keys >= threshold[:, None])
-
-    def keep_top_p(kept: Array) -> Array:
-        keys = _ordered_bits(adjusted)
-        weights = jnp.where(kept, jnp.exp(scaled), 0.0)
-        wanted = top_p * _sum(weights)
-        threshold = _bisect(lambda at: _sum(jnp.where(keys >= at, weights, 0.0)) >= wanted, adjusted.shape[0])
-        return kept & ((keys >= threshold[:, None]) | (top_p >= 1)[:, None])
-
-    kept = jnp.ones_like(adjusted, bool)
-    kept = lax.cond((top_k < vocab).any(), keep_top_k, lambda kept: kept, kept)
-    kept = lax.cond((top_p < 1).any(), keep_top_p, lambda kept: kept, kept)
-    kept = kept & (jnp.exp(scaled) >= min_p[:, None])
-    return jnp.where(kept, scaled, -jnp.inf)
+    return jnp.where((_ordered_bits(adjusted) >= lowest[:, None]) & (jnp.exp(scaled) >= min_p[:, None]), scaled, -jnp.inf)
 
 
 def _ordered_bits(x: Array) -> Array:
@@ -230,14 +239,37 @@ def _ordered_bits(x: Array) -> Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _bisect(holds: Callable[[Array], Array], rows: int) -> Array:
-    """The largest threshold [R] for which `holds`, which is true below some point and false above; 0 where it never is."""
+def _threshold(keys: Array, weights: Array, wanted: Array) -> Array:
+    """The largest threshold [R] such that the `weights` [R, V] (none negative) of the keys from it on add up to at least
+    `wanted` [R]; 0 where none does."""
+    return _by_platform(_threshold_in_few_passes, _threshold_by_bisection, keys, weights, wanted)
 
+
+def _threshold_by_bisection(keys: Array, weights: Array, wanted: Array) -> Array:
     def step(index: Array, low: Array) -> Array:
         trial = low | (jnp.uint32(1) << (31 - index).astype(jnp.uint32))
-        return jnp.where(holds(trial[:, None]), trial, low)
+        return jnp.where(_sum(jnp.where(keys >= trial[:, None], weights, 0)) >= wanted, trial, low)
 
-    return lax.fori_loop(0, 32, step, jnp.zeros((rows,), jnp.uint32))
+    return lax.fori_loop(0, 32, step, jnp.zeros(wanted.shape, jnp.uint32))
+
+
+def _threshold_in_few_passes(keys: Array, weights: Array, wanted: Array) -> Array:
+    low = jnp.zeros(wanted.shape, jnp.uint32)
+    for shift in range(32 - _BITS_A_PASS, -1, -_BITS_A_PASS):
+        low = _narrowed(keys, weights, wanted, low, jnp.uint32(shift))
+    return low
+
+
+@jax.jit  # lowered once, and called for every pass
+def _narrowed(keys: Array, weights: Array, wanted: Array, low: Array, shift: Array) -> Array:
+    """`low` with its next bits, found by one pass: the sums for all values these bits can have, of which the first few hold."""
+    trials = tuple(low | (jnp.uint32(value) << shift) for value in range(1, 2**_BITS_A_PASS))
+    trials = lax.optimization_barrier(trials)  # makes the passes alike, so that they are one compiled kernel
+    zero, nothing = jnp.zeros((), weights.dtype), jnp.zeros_like(weights)
+    masked = tuple(lax.select(keys >= lax.broadcast_in_dim(trial, keys.shape, (0,)), weights, nothing) for trial in trials)
+    sums = lax.reduce(masked, (zero,) * len(masked), lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (1,))
+    holding = sum((total >= wanted).astype(jnp.uint32) for total in sums)
+    return low | (holding << shift)
 
 
 def _log_sum(x: Array, peak: Array) -> Array:
@@ -246,10 +278,19 @@ def _log_sum(x: Array, peak: Array) -> Array:
 
 
 def _sum(x: Array) -> Array:
-    """Sum over the vocabulary in two steps: in one running sum, many tiny probabilities would vanish beside a large one."""
+    """Sum over the vocabulary. In one running sum, many tiny probabilities would vanish beside a large one: a GPU adds up in a
+    tree anyway, elsewhere it is done in two steps."""
+    return _by_platform(lambda x: x.sum(axis=-1), _sum_in_two_steps, x)
+
+
+def _sum_in_two_steps(x: Array) -> Array:
     rows, size = x.shape
     x = jnp.pad(x, ((0, 0), (0, -size % _LANES))).reshape(rows, -1, _LANES).sum(axis=1)
     return lax.optimization_barrier(x).sum(axis=-1)  # the barrier keeps XLA from joining the two
+
+
+def _by_platform(gpu: Callable[..., Any], other: Callable[..., Any], *operands: Array) -> Any:
+    return (other if tuning.target() is None else gpu)(*operands)
 
 
 def _gumbel(settings: SamplingSettings, positions: Array, vocab: int) -> Array:
@@ -269,10 +310,15 @@ def _gumbel(settings: SamplingSettings, positions: Array, vocab: int) -> Array:
 
 
 def _first(x: Array, value: Array) -> Array:
-    """The lowest id whose entry equals `value`. (argmax costs twice as much on CPU, and the maximum is known anyway.)"""
+    """The lowest id whose entry equals `value`."""
     vocab = x.shape[1]
     ids = jnp.where(x == value[:, None], jnp.arange(vocab), vocab - 1)
     return ids.min(axis=-1).astype(jnp.int32)
+
+
+def _argmax(x: Array) -> Array:
+    """The lowest id of the largest entry. One pass on a GPU; on a CPU an argmax costs twice what a maximum and a search do."""
+    return _by_platform(lambda x: lax.argmax(x, 1, jnp.int32), lambda x: _first(x, x.max(axis=-1)), x)
 
 
 def _take(x: Array, ids: Array) -> Array:
@@ -286,11 +332,39 @@ def _rank(x: Array, chosen: Array) -> Array:
 def _top(x: Array, peak: Array, log_sum: Array) -> tuple[Array, Array]:
     """The `NUM_TOP` largest entries: ids and logprobs; -1 and -inf beyond the vocabulary."""
     size = min(NUM_TOP, x.shape[1])
-    # Stable order costs a sort of the vocabulary on GPU.
-    values, ids = lax.top_k(x, size, is_stable=False)
+    # On a CPU a stable order costs a sort of the vocabulary.
+    values, ids = _by_platform(lambda x: _largest_by_passes(x, size), lambda x: tuple(lax.top_k(x, size, is_stable=False)), x)
     fill = ((0, 0), (0, NUM_TOP - size))
     logprobs = jnp.pad((values - peak[:, None]) - log_sum[:, None], fill, constant_values=-jnp.inf)
     return jnp.pad(ids.astype(jnp.int32), fill, constant_values=-1), logprobs
+
+
+def _largest_by_passes(x: Array, size: int) -> tuple[Array, Array]:
+    """The `size` largest entries and their ids, the lowest id first among equals; a pass for each, no sort."""
+    rows = x.shape[0]
+    value, place = jnp.full((rows,), jnp.inf, x.dtype), jnp.full((rows,), -1, jnp.int32)
+    found = []
+    for _ in range(size):
+        value, place = _next_largest(x, value, place)
+        found.append((value, place))
+    values, places = (jnp.stack(column, axis=1) for column in zip(*found, strict=True))
+    return values, places
+
+
+@jax.jit  # lowered once, and called for every pass
+def _next_largest(x: Array, value: Array, place: Array) -> tuple[Array, Array]:
+    """The entry that follows the one of `value` at id `place`, in falling order."""
+
+    def better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+        return lax.select(first, a[0], b[0]), lax.select(first, a[1], b[1])
+
+    value, place = lax.optimization_barrier((value, place))  # makes the passes alike, so that they are one compiled kernel
+    ids = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    left = (x < value[:, None]) | ((x == value[:, None]) & (ids > place[:, None]))
+    none = jnp.float32(-jnp.inf), jnp.int32(x.shape[1])
+    best: tuple[Array, Array] = lax.reduce((jnp.where(left, x, none[0]), jnp.where(left, ids, none[1])), none, better, (1,))
+    return best
 
 
 def _logprobs(
@@ -301,11 +375,11 @@ def _logprobs(
     tokens: Array,
     settings: SamplingSettings,
     finite: Array,
+    no_top: tuple[Array, Array],
 ) -> tuple[Array, Array, Array, Array, Array]:
     """The fields of `Sampled` behind the tokens. The largest entry of `final` is 0."""
     rows = logits.shape[0]
     wanted = settings.num_logprobs
-    no_top = jnp.full((rows, NUM_TOP), -1, jnp.int32), jnp.full((rows, NUM_TOP), -jnp.inf)
 
     def score() -> tuple[Array, Array, Array, Array]:
         processed = settings.processed_logprobs & (wanted >= 0)

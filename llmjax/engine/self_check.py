@@ -1,28 +1,51 @@
-"""The check between warm-up and ready: real weights, the real programs, a few tokens. Wrong numbers refuse to serve."""
+"""The checks between warm-up and ready: each kernel by itself, then real weights, the real programs, a few tokens.
+
+Wrong numbers refuse to serve.
+"""
 
 from __future__ import annotations
+
+import logging
 
 import jax
 import numpy as np
 
 from llmjax.engine.config import ResolvedConfig
 from llmjax.engine.runner import ModelRunner
-from llmjax.errors import NonFiniteError
+from llmjax.errors import BackendError, NonFiniteError
 from llmjax.model import transformer
 from llmjax.model.batch import pack_sequences
 from llmjax.model.kv_cache import init_cache
 from llmjax.model.registry import DecoderConfig, Model
 from llmjax.sampling_params import SamplingParams
 from llmjax.scheduling.request import Request, ScheduledBatch, ScheduledRow
+from pallas_kernels import smoke
+
+log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 8
+
+
+def check_kernels() -> None:
+    """Compare the kernels this device may choose with their references; raise `BackendError` for the first that is wrong."""
+    try:
+        compared = smoke.check()
+    except smoke.WrongNumbers as error:
+        device = jax.devices()[0].device_kind
+        raise BackendError(
+            f"{error} on {device}: its driver, CUDA and jax {jax.__version__} do not go together; use other versions of them"
+        ) from error
+    if compared:
+        log.info("kernels compared with their references: %s", ", ".join(compared))
 
 
 def check_finite(runner: ModelRunner, model: Model, config: DecoderConfig, engine_config: ResolvedConfig) -> None:
     """Compute a short prompt through `runner`; raise `NonFiniteError` naming the first layer that overflows.
 
+    The kernels are checked first (`check_kernels`, and its BackendError), so that a wrong one is not blamed on the weights.
     The probe's K and V lie on page 1 afterwards and are overwritten by the page's first owner.
     """
+    check_kernels()
     length = min(PROBE_TOKENS, engine_config.max_context - 1, runner.token_buckets[-1], engine_config.page_size)
     ids = [int(i) for i in np.linspace(0, config.num_tokens - 1, length)]
     request = Request("self-check", ids, SamplingParams(max_tokens=1, temperature=0.0), seed=0, limit=1, pages=[1])

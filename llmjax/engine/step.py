@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from llmjax.engine.sample import NUM_TOP, PROMPT_BIT, Sampled, sample, token_scores
+from llmjax.engine.sample import NUM_TOP, PROMPT_BIT, Sampled, SamplingSettings, sample, token_scores
 from llmjax.engine.state import DeviceState
 from llmjax.model.batch import ModelBatch
 from llmjax.model.kv_cache import KVCache
@@ -112,14 +112,14 @@ def decode_steps(
     updates = decode_layout(rows=rows, num_steps=num_steps, page_size=page_size).unpack(packed)
     state = _append_pages(state, updates)
     index = updates["rows"]
+    page_table = state.page_table[index]
+    fixed, moving = _gather_rows(state, index)
 
-    def one(carry: tuple[DeviceState, KVCache], _: None) -> tuple[tuple[DeviceState, KVCache], StepTokens]:
-        state, cache = carry
-        active = state.active[index]
-        positions = state.seq_lens[index]
-        page_table = state.page_table[index]
+    def one(carry: tuple[MovingRows, Array, KVCache], _: None) -> tuple[tuple[MovingRows, Array, KVCache], StepTokens]:
+        moving, counts, cache = carry
+        active, positions = moving.active, moving.seq_lens
         batch = ModelBatch(
-            tokens=state.last_token[index],
+            tokens=moving.last_token,
             positions=positions,
             slot_mapping=_slots(page_table, jnp.arange(rows), positions, active, page_size),
             page_table=page_table,
@@ -128,15 +128,19 @@ def decode_steps(
             logits_indices=jnp.arange(rows, dtype=jnp.int32),
         )
         hidden, cache = model.forward(params, batch, cache, config=config, decode=True)
-        state = state._replace(seq_lens=state.seq_lens.at[index].add(active.astype(jnp.int32)))
-        state, tokens = _sample_rows(state, index, active, model.logits(params, hidden, config=config))
-        return (state, cache), tokens
+        moving = moving._replace(seq_lens=positions + active)
+        logits = model.logits(params, hidden, config=config)
+        moving, counts, tokens = _sample_rows(fixed, moving, counts, index, active, logits)
+        return (moving, counts, cache), tokens
 
+    carry = (moving, state.counts, kv_cache)
     if num_steps == 1:
-        (state, kv_cache), tokens = one((state, kv_cache), None)
-        return state, jax.tree.map(lambda a: a[None], tokens), kv_cache
-    (state, kv_cache), tokens = jax.lax.scan(one, (state, kv_cache), None, length=num_steps)
-    return state, tokens, kv_cache
+        carry, tokens = one(carry, None)
+        tokens = jax.tree.map(lambda a: a[None], tokens)
+    else:
+        carry, tokens = jax.lax.scan(one, carry, None, length=num_steps)
+    moving, counts, kv_cache = carry
+    return _scatter_rows(state, index, moving, counts), tokens, kv_cache
 
 
 def extend_step(
@@ -165,7 +169,8 @@ def extend_step(
     first = updates["tokens"][jnp.minimum(starts[:-1], tokens - 1)]
     live = (lengths > 0) & (decoding | (first >= 0))
 
-    owner = jnp.clip(jnp.searchsorted(starts, jnp.arange(tokens), side="right") - 1, 0, rows - 1)  # packed token -> entry
+    # Packed token -> entry. A comparison with each start, because a search is a loop, which a CUDA graph does not take.
+    owner = jnp.minimum((jnp.arange(tokens)[:, None] >= starts[1:]).sum(axis=1), rows - 1)
     is_token = (jnp.arange(tokens) < starts[-1]) & live[owner]
     positions = jnp.where(is_token, state.seq_lens[index][owner] + jnp.arange(tokens) - starts[owner], 0)
     ids = jnp.where(decoding[owner], state.last_token[index][owner], updates["tokens"])
@@ -188,8 +193,9 @@ def extend_step(
     state = _count_given_tokens(state, index[owner], ids, positions, is_token & ~decoding[owner])
     state = state._replace(seq_lens=state.seq_lens.at[index].add(jnp.where(live, lengths, 0)))
     last = model.logits(params, hidden[batch.logits_indices], config=config)
-    state, sampled = _sample_rows(state, index, live & (updates["samples"] > 0), last)
-    return state, jax.tree.map(lambda a: a[None], sampled), scores, kv_cache
+    fixed, moving = _gather_rows(state, index)
+    moving, counts, sampled = _sample_rows(fixed, moving, state.counts, index, live & (updates["samples"] > 0), last)
+    return _scatter_rows(state, index, moving, counts), jax.tree.map(lambda a: a[None], sampled), scores, kv_cache
 
 
 def _append_pages(state: DeviceState, updates: dict[str, Array]) -> DeviceState:
@@ -203,27 +209,55 @@ def _slots(page_table: Array, owner: Array, positions: Array, valid: Array, page
     return jnp.where(valid, pages, 0) * page_size + positions % page_size
 
 
-def _sample_rows(state: DeviceState, index: Array, wants: Array, logits: Array) -> tuple[DeviceState, StepTokens]:
-    """Sample one token for each entry of `index` that `wants` one, and move these rows on."""
-    settings = jax.tree.map(lambda a: a[index], state.settings)
-    num_output = state.num_output[index]
-    sampled: Sampled = sample(logits, settings, lambda: state.counts[index], state.seq_lens[index], num_output)
+class FixedRows(NamedTuple):
+    """What a launch reads of its rows and does not change, in the order of its entries."""
+
+    settings: SamplingSettings
+    limit: Int[Array, "R"]
+
+
+class MovingRows(NamedTuple):
+    """What each step changes of its rows, in the order of the launch's entries: gathered once a launch, not once a step.
+
+    The padding row may be there many times; nothing of it ever changes.
+    """
+
+    last_token: Int[Array, "R"]
+    seq_lens: Int[Array, "R"]
+    num_output: Int[Array, "R"]
+    active: Bool[Array, "R"]
+
+
+def _gather_rows(state: DeviceState, index: Array) -> tuple[FixedRows, MovingRows]:
+    fixed = FixedRows(jax.tree.map(lambda a: a[index], state.settings), state.limit[index])
+    return fixed, MovingRows(*(getattr(state, name)[index] for name in MovingRows._fields))
+
+
+def _scatter_rows(state: DeviceState, index: Array, moving: MovingRows, counts: Array) -> DeviceState:
+    changed = {name: getattr(state, name).at[index].set(rows) for name, rows in moving._asdict().items()}
+    return state._replace(counts=counts, **changed)
+
+
+def _sample_rows(
+    fixed: FixedRows, moving: MovingRows, counts: Array, index: Array, wants: Array, logits: Array
+) -> tuple[MovingRows, Array, StepTokens]:
+    """Sample one token for each entry that `wants` one, and move these rows on. `counts` [B1, V] are of all rows."""
+    sampled: Sampled = sample(logits, fixed.settings, lambda: counts[index], moving.seq_lens, moving.num_output)
     tokens = jnp.where(wants, sampled.tokens, -1)
     taken = tokens >= 0  # finite logits, and wanted
-    num_output = num_output + taken
-    stopped = (tokens[:, None] == settings.stop_ids).any(1)
-    goes_on = taken & ~stopped & (num_output < state.limit[index])
-    vocab = state.counts.shape[1]
-    state = state._replace(
-        last_token=state.last_token.at[index].set(jnp.where(taken, tokens, state.last_token[index])),
-        num_output=state.num_output.at[index].set(num_output),
-        active=state.active.at[index].set(jnp.where(wants, goes_on, state.active[index])),
-        counts=state.counts.at[index, jnp.where(taken, tokens, vocab)].add(1, mode="drop"),
+    num_output = moving.num_output + taken
+    stopped = (tokens[:, None] == fixed.settings.stop_ids).any(1)
+    goes_on = taken & ~stopped & (num_output < fixed.limit)
+    moving = moving._replace(
+        last_token=jnp.where(taken, tokens, moving.last_token),
+        num_output=num_output,
+        active=jnp.where(wants, goes_on, moving.active),
     )
+    counts = counts.at[index, jnp.where(taken, tokens, counts.shape[1])].add(1, mode="drop")
     bits = jax.lax.bitcast_convert_type(sampled.logprobs, jnp.int32)
     finite = (sampled.finite | ~wants).astype(jnp.int32)
     summary = jnp.stack([tokens, bits, sampled.ranks, finite], axis=-1)
-    return state, StepTokens(summary, sampled.top_ids, sampled.top_logprobs)
+    return moving, counts, StepTokens(summary, sampled.top_ids, sampled.top_logprobs)
 
 
 def _count_given_tokens(state: DeviceState, rows: Array, ids: Array, positions: Array, given: Array) -> DeviceState:

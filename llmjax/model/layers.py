@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 from llmjax.model.config import ModelConfig
 from llmjax.model.kv_cache import KVCache
 from llmjax.model.rope import apply_rope
-from pallas_kernels.fused_norm import residual_rms_norm, rms_norm
-from pallas_kernels.gated_activation import gated
+from pallas_kernels.fused_layer import LayerParams, NextParams
+from pallas_kernels.fused_norm import rms_norm
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.matmul import dense
 from pallas_kernels.paged_attention import paged_attention
@@ -42,8 +42,12 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((out_size, in_size), dtype))
         self.bias = nnx.Param(jnp.zeros((out_size,), dtype)) if bias else None
 
+    def arrays(self) -> tuple[Float[Array, "out in"], Float[Array, "out"] | None]:
+        """Weight and bias."""
+        return self.weight[...], None if self.bias is None else self.bias[...]
+
     def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
-        return dense(x, self.weight[...], None if self.bias is None else self.bias[...])
+        return dense(x, *self.arrays())
 
 
 class Scale(nnx.Module):
@@ -65,19 +69,20 @@ class Attention(nnx.Module):
         self.q_norm = Scale(config.head_dim) if config.qk_norm else None
         self.k_norm = Scale(config.head_dim) if config.qk_norm else None
 
-    def __call__(
+    def attend(
         self,
-        x: Float[Array, "T D"],
+        qkv: Float[Array, "T Q"],
         inputs: AttentionInputs,
         cache: KVCache,
         page_offset: Int[Array, ""],
         window: Int[Array, ""],
         *,
         decode: bool,
-    ) -> tuple[Float[Array, "T D"], KVCache]:
+    ) -> tuple[Float[Array, "T NH"], KVCache]:
+        """The heads' outputs side by side, in front of the output projection."""
         c = self.config
         q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        q, k, v = jnp.split(self.qkv(x), [q_size, q_size + kv_size], axis=-1)
+        q, k, v = jnp.split(qkv, [q_size, q_size + kv_size], axis=-1)
         q = q.reshape(-1, c.num_heads, c.head_dim)
         k = k.reshape(-1, c.num_kv_heads, c.head_dim)
         v = v.reshape(-1, c.num_kv_heads, c.head_dim)
@@ -90,7 +95,7 @@ class Attention(nnx.Module):
             q, cache.k, cache.v, inputs.page_table, inputs.seq_lens, inputs.query_starts,
             page_offset=page_offset, scale=c.head_dim**-0.5, window=window, decode=decode,
         )  # fmt: skip
-        return self.out(out.reshape(-1, q_size)), cache
+        return out.reshape(-1, q_size), cache
 
 
 class MLP(nnx.Module):
@@ -98,40 +103,36 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         dtype = jnp.dtype(config.dtype)
-        self.activation = config.activation
         self.gate_up = Linear(2 * config.mlp_size, config.hidden_size, bias=config.mlp_bias, dtype=dtype)
         self.down = Linear(config.hidden_size, config.mlp_size, bias=config.mlp_bias, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return self.down(gated(self.gate_up(x), self.activation))
-
 
 class Block(nnx.Module):
-    """One pre-norm decoder layer. The residual stream is carried beside the block's own output, so that the addition
-    joins the next norm."""
+    """One pre-norm decoder layer.
+
+    What it computes is cut at the attention: everything from one attention to the next is a single operation, which takes
+    `params_behind` of one layer and `params_in_front` of the next. The first layer has `project` in front.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
-        self.eps = config.norm_eps
         self.attention_norm = Scale(config.hidden_size)
         self.attention = Attention(config)
         self.mlp_norm = Scale(config.hidden_size)
         self.mlp = MLP(config)
 
-    def __call__(
-        self,
-        x: Float[Array, "T D"],
-        residual: Float[Array, "T D"],
-        inputs: AttentionInputs,
-        cache: KVCache,
-        page_offset: Int[Array, ""],
-        window: Int[Array, ""],
-        *,
-        decode: bool,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], KVCache]:
-        x, residual = residual_rms_norm(x, residual, self.attention_norm.weight[...], self.eps)
-        x, cache = self.attention(x, inputs, cache, page_offset, window, decode=decode)
-        x, residual = residual_rms_norm(x, residual, self.mlp_norm.weight[...], self.eps)
-        return self.mlp(x), residual, cache
+    def project(self, x: Float[Array, "T D"], eps: float) -> Float[Array, "T Q"]:
+        """q, k and v of the norm of x."""
+        return self.attention.qkv(rms_norm(x, self.attention_norm.weight[...], eps))
+
+    def params_behind(self) -> LayerParams:
+        """What follows the attention: output projection, norm, MLP."""
+        return LayerParams(
+            *self.attention.out.arrays(), self.mlp_norm.weight[...], *self.mlp.gate_up.arrays(), *self.mlp.down.arrays()
+        )
+
+    def params_in_front(self) -> NextParams:
+        """What leads to the attention: norm, and the projection to q, k and v."""
+        return NextParams(self.attention_norm.weight[...], *self.attention.qkv.arrays())
 
 
 class Embedding(nnx.Module):

@@ -1,13 +1,13 @@
 """The decoder as pure functions: `forward`, `logits`, `layer_finiteness`.
 
-One Block is traced per program, not one per layer: layers share an inner `jax.jit` whose layer-dependent values (page
-offset, window) are arguments.
+One layer is traced per program (two, with the last), not each: layers share an inner `jax.jit` whose layer-dependent values
+(number, page offset, window) are arguments.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +19,27 @@ from llmjax.model.config import ModelConfig
 from llmjax.model.kv_cache import KVCache
 from llmjax.model.layers import AttentionInputs, Block
 from llmjax.model.rope import cos_sin
-from pallas_kernels.fused_norm import residual_rms_norm
+from pallas_kernels.fused_layer import MEETINGS, fused_layer
+from pallas_kernels.fused_norm import rms_norm
 from pallas_kernels.matmul import dense
 
 Params = dict[str, Any]  # nested; leaves are jax.Array; see `layers.abstract_params`
 
 
+class _Stream(NamedTuple):
+    """What goes from layer to layer; see `fused_layer`. Only the first T rows mean anything."""
+
+    residual: Float[Array, "R D"]
+    qkv: Float[Array, "R Q"] | None
+    meetings: Int[Array, "L3"]
+
+
 @functools.partial(jax.jit, static_argnames=("config", "decode"))
-def _block(
+def _layer(
     layer: Params,
-    x: Float[Array, "T D"],
-    residual: Float[Array, "T D"],
+    following: Params | None,
+    index: Int[Array, ""],
+    stream: _Stream,
     inputs: AttentionInputs,
     cache: KVCache,
     page_offset: Int[Array, ""],
@@ -37,9 +47,24 @@ def _block(
     *,
     config: ModelConfig,
     decode: bool,
-) -> tuple[Float[Array, "T D"], Float[Array, "T D"], KVCache]:
+) -> tuple[_Stream, KVCache]:
+    """The attention of a layer, and what leads to that of the `following` one."""
+    block = _block(layer, config)
+    assert stream.qkv is not None
+    qkv = stream.qkv[: inputs.pages.shape[0]]
+    attention, cache = block.attention.attend(qkv, inputs, cache, page_offset, window, decode=decode)
+    behind, in_front = block.params_behind(), None if following is None else _block(following, config).params_in_front()
+    residual, next_qkv, meetings = fused_layer(
+        attention, stream.residual, stream.meetings, index, behind, in_front,
+        activation=config.activation, eps=config.norm_eps,
+    )  # fmt: skip
+    return _Stream(residual, next_qkv, meetings), cache
+
+
+def _block(layer: Params, config: ModelConfig) -> Block:
     graph = nnx.split(nnx.eval_shape(lambda: Block(config)))[0]
-    return nnx.merge(graph, layer)(x, residual, inputs, cache, page_offset, window, decode=decode)
+    block: Block = nnx.merge(graph, layer)
+    return block
 
 
 def forward(
@@ -74,16 +99,19 @@ def _run_layers(
         page_table=batch.page_table, seq_lens=batch.seq_lens, query_starts=batch.query_starts,
     )  # fmt: skip
     x = jnp.take(params["embed"]["weight"], batch.tokens, axis=0, mode="clip")
-    residual = jnp.zeros_like(x)
+    layers, tokens = params["layers"], x.shape[0]
+    meetings = jnp.zeros((config.num_layers * MEETINGS,), jnp.int32)
+    stream = _Stream(x, _block(layers[0], config).project(x, config.norm_eps), meetings)
     streams = []
     for index in range(config.num_layers):
-        x, residual, kv_cache = _block(
-            params["layers"][index], x, residual, inputs, kv_cache,
+        following = layers[index + 1] if index + 1 < config.num_layers else None
+        stream, kv_cache = _layer(
+            layers[index], following, jnp.int32(index), stream, inputs, kv_cache,
             jnp.int32(index * pages_a_layer), jnp.int32(config.sliding_windows[index]),
             config=config, decode=decode,
         )  # fmt: skip
-        streams.append(residual + x)
-    hidden, _ = residual_rms_norm(x, residual, params["final_norm"]["weight"], config.norm_eps)
+        streams.append(stream.residual[:tokens])
+    hidden = rms_norm(streams[-1], params["final_norm"]["weight"], config.norm_eps)
     return hidden, kv_cache, streams
 
 

@@ -13,19 +13,20 @@ from collections.abc import Sequence
 
 MAX_ROW_BUCKETS = 5
 MAX_TOKEN_BUCKETS = 4
+MIN_ROW_BUCKET = 8
+"""A smaller batch costs the same: weights are read once either way, kernels work on 8 tokens at least, and a row that is not
+there has no context to read."""
 MIN_TOKEN_BUCKET = 16
 """A smaller launch costs the same: the weights are read once either way, and a matmul tile has at least 16 rows."""
 
 
 def choose_row_buckets(max_sequences: int) -> tuple[int, ...]:
-    """At most five rising batch sizes from 1 to `max_sequences`, powers of two evenly spaced in the exponent (64: 1 4 8 32 64).
-
-    One row is its own bucket, because a single stream is what a person waits for; between the others the padding is at most
-    the ratio of neighbours, 4 up to 256 rows.
+    """At most five rising batch sizes from 8 to `max_sequences`, powers of two evenly spaced in the exponent (64: 8 16 32 64;
+    256: 8 32 64 128 256). Up to 8 rows there is one size only.
     """
-    exponent = math.log2(max_sequences)
+    first, last = math.log2(MIN_ROW_BUCKET), math.log2(max(max_sequences, MIN_ROW_BUCKET))
     gaps = MAX_ROW_BUCKETS - 1
-    powers = {2 ** math.ceil(exponent * i / gaps) for i in range(gaps)}
+    powers = {2 ** math.ceil(first + (last - first) * i / gaps) for i in range(gaps)}
     return (*sorted(p for p in powers if p < max_sequences), max_sequences)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -27,7 +29,7 @@ class RequestState(enum.Enum):
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Request:
     """One choice of one prompt (a request with n choices is n of these).
 
@@ -45,11 +47,13 @@ class Request:
             from here on are sampled on the device: the request decodes once `num_computed_tokens` has reached this.
         num_computed_tokens: tokens whose K and V are in the cache once all dispatched launches have run.
         num_in_flight: tokens dispatched to be sampled whose values the host has not read yet.
+        num_left: new tokens that may still be dispatched: `limit` less those read and those in flight. The scheduler's.
         row: index in the device batch while running, else -1.
         pages: page ids in order of position, owned by this request.
         last_step: step id of the last launch that may touch `pages`, -1 before the first.
         epoch: grows at each preemption. The scheduler preempts only when no launch is in flight, so that a result always meets
             the epoch it was dispatched in.
+        ending_ids: every token id that ends the output, as a set (the device and `Scheduler.update` both decide by this).
     """
 
     request_id: str
@@ -67,11 +71,16 @@ class Request:
     num_prefill_tokens: int = 0
     num_computed_tokens: int = 0
     num_in_flight: int = 0
+    num_left: int = 0
     num_preemptions: int = 0
     row: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
     last_step: int = -1
     epoch: int = 0
+    ending_ids: frozenset[int] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ending_ids = frozenset(self.stop_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -90,7 +99,7 @@ class Request:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Every token id that ends the output (the device and `Scheduler.update` both decide by this)."""
+        """Every token id that ends the output, once each."""
         return tuple(dict.fromkeys((*self.eos_ids, *self.params.stop_ids)))
 
     @property
@@ -99,7 +108,7 @@ class Request:
         return self.state is RequestState.FINISHED
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class ScheduledRow:
     """One request's part in a launch.
 
@@ -107,8 +116,8 @@ class ScheduledRow:
         request, row, epoch: who, in which device row, and the request's epoch at dispatch.
         start: position (0-based) of the first token computed.
         num_tokens: tokens computed (in a decode launch: steps at most, one token a step).
-        token_ids: the values known to the host, for positions start..; shorter than `num_tokens` where the token is still on the
-            device (the row's last sampled one), which the device then fills in.
+        token_ids: the known tokens at positions start.., `num_tokens` of them; empty for a row that decodes, whose token the
+            device has.
         samples: tokens sampled at most: 0 for a chunk that does not reach the last known token, else 1 (extend) or
             steps (decode).
         is_new: the device must reset this row (settings, page table, counts) before the launch.
@@ -121,10 +130,10 @@ class ScheduledRow:
     epoch: int
     start: int
     num_tokens: int
-    token_ids: list[int]
+    token_ids: Sequence[int]
     samples: int
     is_new: bool = False
-    new_pages: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    new_pages: Sequence[tuple[int, int]] = ()
     wants_prompt_logprobs: bool = False
 
 
@@ -184,3 +193,15 @@ class StepOutput:
     finite: np.ndarray
     top: TopLogprobs | None = None
     prompt_scores: PromptScores | None = None
+
+    @functools.cached_property
+    def token_lists(self) -> list[list[int]]:
+        """`tokens` as Python numbers, one list a row: converting all at once is many times faster than one by one."""
+        lists: list[list[int]] = self.tokens.T.tolist()
+        return lists
+
+    @functools.cached_property
+    def logprob_lists(self) -> list[list[float]]:
+        """`logprobs`, likewise."""
+        lists: list[list[float]] = self.logprobs.T.tolist()
+        return lists

@@ -26,7 +26,6 @@ each time, at most for all that the rows can ever use. Nothing is admitted in a 
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -35,6 +34,10 @@ from typing import Literal, Protocol
 from llmjax.errors import ContextLengthError, RequestError
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.request import FinishReason, Request, RequestState, ScheduledBatch, ScheduledRow, StepOutput
+from llmjax.scheduling.results import RequestUpdate, read_tokens
+
+IDLE_SHARE = 1 / 8
+"""Row steps of a K-step launch that may lie idle behind rows at their limit while requests wait."""
 
 
 class SchedulerConfig(Protocol):
@@ -54,24 +57,11 @@ class SchedulerConfig(Protocol):
 
     @property
     def decode_steps(self) -> int:
-        """K: decode steps of one launch when nothing waits."""
+        """K: decode steps of one launch when no waiting request could be taken in before it ends."""
 
-
-@dataclasses.dataclass
-class RequestUpdate:
-    """What a launch did for a request that had not ended before.
-
-    Attributes:
-        request: already brought up to date (`output_ids`, `finish_reason`, ...).
-        column: its index in `StepOutput.batch.rows`, and its column in the result's arrays.
-        tokens: (step of the launch, token id) of each new token. Empty after a chunk in the middle of the prompt.
-        finished: whether the request ended with this launch.
-    """
-
-    request: Request
-    column: int
-    tokens: list[tuple[int, int]]
-    finished: bool
+    @property
+    def deterministic(self) -> bool:
+        """Whether the launches of a request must not depend on other requests."""
 
 
 class Scheduler:
@@ -88,6 +78,7 @@ class Scheduler:
         self._free_rows = list(range(config.max_sequences))  # a heap: the lowest row first, so that few rows mean a small bucket
         self._in_flight: deque[ScheduledBatch] = deque()  # dispatched, result not read; oldest first
         self._next_step_id = 0
+        self._last_kind: Literal["extend", "decode"] = "decode"
         self._releases: list[tuple[int, list[int]]] = []  # (step id, pages to free once its result has been read)
 
     @property
@@ -125,7 +116,7 @@ class Scheduler:
                 f"{longest} tokens ({self._pool.capacity} pages of {self._pool.page_size}): shorten it, or raise kv_cache_bytes",
                 "prompt",
             )
-        request.limit = min(request.limit, longest - request.num_prompt_tokens)
+        request.limit = request.num_left = min(request.limit, longest - request.num_prompt_tokens)
         self._requests[request.request_id] = request
         self._waiting.append(request)
 
@@ -156,76 +147,110 @@ class Scheduler:
             the launch, or None when there is nothing to do before the result of an older launch has been read. With none in
             flight None means that no request is left.
         """
+        decoding, prefilling, missing = self._survey()
         preempted = False
-        while self._pages_missing(self._decoding(), 1) > self._pool.num_free:
+        while missing > self._pool.num_free:
             if self._in_flight:
                 return None  # read first: see "Preemption" above
             self._preempt(self._running[-1])
             preempted = True
+            decoding, prefilling, missing = self._survey()
+        if self._config.deterministic:
+            return self._schedule_apart(decoding, prefilling)
 
         # Rows that decode always get their token: a long prompt must not stop a running answer.
-        decoding = self._decoding()
-        num_steps = self._choose_num_steps(decoding)
-        rows = [self._dispatch(request, min(num_steps, _num_left(request))) for request in decoding]
+        num_steps = 1 if prefilling else self._choose_num_steps(decoding, missing)
+        rows = self._dispatch_decoding(decoding, num_steps)
 
         # What the budget leaves goes to prompts, in order of arrival: first those begun, then new ones.
         budget = self._config.max_tokens_per_step - len(rows)
-        for request in self._prefilling():
+        for request in prefilling:
             if budget > 0:
-                rows.append(self._dispatch(request, self._chunk(request, budget)))
+                rows.append(self._dispatch_chunk(request, budget))
                 budget -= rows[-1].num_tokens
-        while budget > 0 and not preempted and self._can_admit():
-            request = self._admit()
-            rows.append(self._dispatch(request, self._chunk(request, budget), is_new=True))
+        while num_steps == 1 and budget > 0 and not preempted and self._can_admit():
+            rows.append(self._dispatch_chunk(self._admit(), budget, is_new=True))
             budget -= rows[-1].num_tokens
+        return self._launch("decode" if len(rows) == len(decoding) else "extend", num_steps, rows)
 
+    def _schedule_apart(self, decoding: list[Request], prefilling: list[Request]) -> ScheduledBatch | None:
+        """The next launch of a deterministic engine: one chunk of one prompt, or all rows that decode, in turns.
+
+        Every launch of a request depends on the request alone: chunks begin at multiples of the chunk size, and decode
+        launches are always K steps. Nothing is preempted, because whoever is admitted finds the pages of its full length.
+        """
+        if not decoding or self._last_kind == "decode":
+            whole = self._config.max_tokens_per_step
+            if prefilling:
+                return self._launch("extend", 1, [self._dispatch_chunk(prefilling[0], whole)])
+            if self._can_admit():
+                return self._launch("extend", 1, [self._dispatch_chunk(self._admit(), whole, is_new=True)])
+        steps = self._config.decode_steps
+        return self._launch("decode", steps, self._dispatch_decoding(decoding, steps))
+
+    def _launch(self, kind: Literal["extend", "decode"], num_steps: int, rows: list[ScheduledRow]) -> ScheduledBatch | None:
         if not rows:
             assert self._in_flight or not self._requests, "nothing can run, and nothing will change that"
             return None
-        kind: Literal["extend", "decode"] = "decode" if len(rows) == len(decoding) else "extend"
         batch = ScheduledBatch(step_id=self._next_step_id, kind=kind, num_steps=num_steps, rows=rows)
         self._next_step_id += 1
+        self._last_kind = kind
         self._in_flight.append(batch)
         return batch
 
-    def _decoding(self) -> list[Request]:
-        """Running requests whose next token the device samples from its own last one, and which have not been given all."""
-        return [r for r in self._running if r.num_computed_tokens >= r.num_prefill_tokens and _num_left(r) > 0]
+    def _survey(self) -> tuple[list[Request], list[Request], int]:
+        """Running requests that decode (the device samples their next token from its own last one, and not all are promised
+        yet), those with known tokens still to compute, and how many pages one step of the former takes."""
+        page_size = self._pool.page_size
+        decoding, prefilling, missing = [], [], 0
+        for request in self._running:
+            computed = request.num_computed_tokens
+            if computed < request.num_prefill_tokens:
+                prefilling.append(request)
+            elif request.num_left > 0:
+                decoding.append(request)
+                missing += computed >= page_size * len(request.pages)
+        return decoding, prefilling, missing
 
-    def _prefilling(self) -> list[Request]:
-        """Running requests with known tokens still to compute."""
-        return [r for r in self._running if r.num_computed_tokens < r.num_prefill_tokens]
+    def _choose_num_steps(self, decoding: Sequence[Request], missing: int) -> int:
+        """K steps when nothing but decoding is to be done, most of the steps have work, and the pages suffice; else one.
 
-    def _chunk(self, request: Request, budget: int) -> int:
-        """Known tokens of one request to compute in this launch."""
-        return min(request.num_prefill_tokens - request.num_computed_tokens, self._config.prefill_chunk, budget)
-
-    def _choose_num_steps(self, decoding: Sequence[Request]) -> int:
-        """K steps when all that is to be done is decoding, most of the steps have work, and the pages suffice; else one."""
+        A waiting request that a launch could take in asks for one step. Where none can be taken in before a row or pages
+        come back, K steps make it wait at most that long, and cost what rows that are certain to end (at their limit)
+        would lie idle: up to `IDLE_SHARE` of the launch that is less than what one-step launches cost. An end by a stop id
+        cannot be foreseen, and is not waited for.
+        """
         steps = self._config.decode_steps
-        if self._waiting or self._prefilling() or not decoding:
+        if steps == 1 or not decoding:
             return 1
-        if 2 * max(map(_num_left, decoding)) <= steps:
+        if self._waiting:
+            if self._can_admit(missing):
+                return 1
+            idle = sum(steps - r.num_left for r in self._running if r.num_left < steps)
+            if idle > IDLE_SHARE * steps * len(self._running):
+                return 1
+        if 2 * max(r.num_left for r in decoding) <= steps:
             return 1  # every row ends in the first half
-        return steps if self._pages_missing(decoding, steps) <= self._pool.num_free else 1
+        pages_for, taken = self._pool.pages_for, 0
+        for r in decoding:
+            taken += max(0, pages_for(r.num_computed_tokens + min(steps, r.num_left)) - len(r.pages))
+        return steps if taken <= self._pool.num_free else 1
 
-    def _pages_missing(self, decoding: Sequence[Request], num_steps: int) -> int:
-        """Pages to take for a launch of `num_steps` decode steps."""
-        return sum(
-            max(0, self._pool.pages_for(r.num_computed_tokens + min(num_steps, _num_left(r))) - len(r.pages)) for r in decoding
-        )
-
-    def _can_admit(self) -> bool:
-        """Whether a row is free and the pool holds the head of the queue with its reserve (see "No ping-pong" above)."""
+    def _can_admit(self, promised: int = 0) -> bool:
+        """Whether a row is free and the pool, less `promised` pages, holds the head of the queue with its reserve (see
+        "No ping-pong" above; in a deterministic engine every row's full length)."""
         if not self._waiting or not self._free_rows:
             return False
+        free = self._pool.num_free - promised
         head = self._waiting[0]
         known = self._pool.pages_for(head.num_tokens)
-        if known > self._pool.num_free:
+        if known > free:
             return False
         growth = [self._full_length(r) - len(r.pages) for r in self._running] + [self._full_length(head) - known]
-        per_row = 1 + head.num_preemptions
-        return known + sum(min(per_row, pages) for pages in growth) <= self._pool.num_free
+        if not self._config.deterministic:
+            per_row = 1 + head.num_preemptions
+            growth = [min(per_row, pages) for pages in growth]
+        return known + sum(growth) <= free
 
     def _full_length(self, request: Request) -> int:
         """Pages at its limit. The last token is sampled but never computed."""
@@ -251,32 +276,54 @@ class Scheduler:
         request.epoch += 1
         self._waiting.appendleft(request)
 
-    def _dispatch(self, request: Request, num_tokens: int, is_new: bool = False) -> ScheduledRow:
-        """The request's part in this launch: takes the pages, and counts its tokens as computed and sampled."""
+    def _dispatch_decoding(self, decoding: Sequence[Request], num_steps: int) -> list[ScheduledRow]:
+        """One launch of `num_steps` steps for rows that decode: takes the pages, and counts their tokens as promised."""
+        pool, step_id = self._pool, self._next_step_id
+        rows = []
+        for request in decoding:
+            samples = min(num_steps, request.num_left)
+            start = request.num_computed_tokens
+            end = start + samples
+            new_pages: Sequence[tuple[int, int]] = ()
+            if end > pool.page_size * len(request.pages):
+                new_pages = self._take_pages(request, end)
+            request.num_computed_tokens = end
+            request.num_in_flight += samples
+            request.num_left -= samples
+            request.last_step = step_id
+            rows.append(ScheduledRow(request, request.row, request.epoch, start, samples, (), samples, False, new_pages))
+        return rows
+
+    def _dispatch_chunk(self, request: Request, budget: int, is_new: bool = False) -> ScheduledRow:
+        """At most `budget` known tokens of one request: takes all its pages, and counts the tokens as computed."""
         start = request.num_computed_tokens
-        end = start + num_tokens
-        if start >= request.num_prefill_tokens:
-            samples = num_tokens
-        else:  # a chunk samples when it reaches the last known token, unless only prompt logprobs were asked for
-            samples = int(end == request.num_prefill_tokens and _num_left(request) > 0)
-        num_pages = len(request.pages)
-        request.pages += self._pool.allocate(max(0, self._pool.pages_for(max(end, request.num_prefill_tokens)) - num_pages))
+        end = min(request.num_prefill_tokens, start + min(self._config.prefill_chunk, budget))
+        # A chunk samples when it reaches the last known token, unless only prompt logprobs were asked for.
+        samples = int(end == request.num_prefill_tokens and request.num_left > 0)
         row = ScheduledRow(
             request=request,
             row=request.row,
             epoch=request.epoch,
             start=start,
-            num_tokens=num_tokens,
+            num_tokens=end - start,
             token_ids=_known_ids(request, start, end),
             samples=samples,
             is_new=is_new,
-            new_pages=[(index, request.pages[index]) for index in range(num_pages, len(request.pages))],
+            new_pages=self._take_pages(request, request.num_prefill_tokens),
             wants_prompt_logprobs=request.scores_prompt and start < request.num_prompt_tokens,
         )
         request.num_computed_tokens = end
         request.num_in_flight += samples
+        request.num_left -= samples
         request.last_step = self._next_step_id
         return row
+
+    def _take_pages(self, request: Request, num_tokens: int) -> Sequence[tuple[int, int]]:
+        """Pages for `num_tokens` tokens in all; the new ones as (index, page)."""
+        held = len(request.pages)
+        pages = self._pool.allocate(max(0, self._pool.pages_for(num_tokens) - held))
+        request.pages += pages
+        return list(enumerate(pages, held))
 
     # What came back
 
@@ -289,16 +336,28 @@ class Scheduler:
         batch = self._in_flight.popleft()
         assert output.batch is batch, "results must be read in the order of the launches"
         updates = []
-        for column, row in enumerate(batch.rows):
+        every_finite = bool(output.finite.all())
+        for column, (row, sampled) in enumerate(zip(batch.rows, output.token_lists, strict=True)):
             request = row.request
-            if request.finished:
+            if request.state is RequestState.FINISHED:
                 continue  # ended by an earlier launch, by `finish` or by `abort`
             assert row.epoch == request.epoch
-            request.num_in_flight -= row.samples  # what was promised: a row that ended on the device gave less
-            tokens, reason = _read(request, row, output, column)
+            samples = row.samples
+            request.num_in_flight -= samples  # what was promised: a row that ended on the device gave less
+            tokens = sampled[:samples]
+            reason: FinishReason | None = None
+            if every_finite and request.ending_ids.isdisjoint(tokens):
+                assert not tokens or tokens[-1] >= 0, "the device ended a row that the host's rules let go on"
+                request.output_ids += tokens
+            else:
+                tokens, reason = read_tokens(request, tokens, output.finite[:, column])
+            if reason is None and len(request.output_ids) == request.limit:
+                # With limit 0 only the prompt's logprobs were asked for: done when the prompt is.
+                done = samples > 0 or row.start + row.num_tokens == request.num_prompt_tokens
+                reason = "length" if done else None
             if reason is not None:
                 self._end(request, reason)
-            updates.append(RequestUpdate(request, column, tokens, request.finished))
+            updates.append(RequestUpdate(request, column, tokens, reason is not None))
         self._release_until(batch.step_id)
         return updates
 
@@ -348,7 +407,7 @@ class Scheduler:
         assert sorted(r.request_id for r in (*self._running, *self._waiting)) == sorted(self._requests)
         for request in self._running:
             assert request.state is RequestState.RUNNING
-            assert len(request.output_ids) + request.num_in_flight <= request.limit
+            assert len(request.output_ids) + request.num_in_flight + request.num_left == request.limit
             assert request.num_computed_tokens <= request.num_tokens + request.num_in_flight
             assert len(request.pages) >= self._pool.pages_for(max(request.num_computed_tokens, request.num_prefill_tokens))
             launched = sum(row.samples for batch in self._in_flight for row in batch.rows if row.request is request)
@@ -359,42 +418,9 @@ class Scheduler:
             assert (request.row, request.num_computed_tokens, request.num_in_flight) == (-1, 0, 0)
 
 
-def _num_left(request: Request) -> int:
-    """New tokens that may still be dispatched."""
-    return request.limit - len(request.output_ids) - request.num_in_flight
-
-
 def _known_ids(request: Request, start: int, end: int) -> list[int]:
     """Token ids at positions start..end-1, as many as the host knows."""
     num_prompt = request.num_prompt_tokens
     if start >= num_prompt:
         return request.output_ids[start - num_prompt : end - num_prompt]
     return request.prompt_ids[start:end] + request.output_ids[: max(0, end - num_prompt)]
-
-
-def _read(
-    request: Request, row: ScheduledRow, output: StepOutput, column: int
-) -> tuple[list[tuple[int, int]], FinishReason | None]:
-    """Append the tokens of one row to its request, up to the one that ends it; return them and the reason, if it ended.
-
-    The device decides by the same rules when a row stops: logits without a finite entry end it; a stop id ends it, and is
-    masked while fewer than `min_tokens` tokens exist; the limit ends it. A stop id as the last token allowed is a "stop".
-    """
-    tokens: list[tuple[int, int]] = []
-    if request.limit == 0:  # prompt logprobs only: done when the prompt is
-        return tokens, "length" if row.start + row.num_tokens == request.num_prompt_tokens else None
-    stop_ids = request.stop_ids
-    for step in range(row.samples):
-        if not output.finite[step, column]:
-            return tokens, "error"
-        token = int(output.tokens[step, column])
-        assert token >= 0, "the device ended a row that the host's rules let go on"
-        stops = token in stop_ids and len(request.output_ids) >= request.params.min_tokens
-        request.output_ids.append(token)
-        tokens.append((step, token))
-        if stops:
-            request.stop_token = token
-            return tokens, "stop"
-        if len(request.output_ids) == request.limit:
-            return tokens, "length"
-    return tokens, None

@@ -1,4 +1,4 @@
-"""Dense matmul through XLA's own dot."""
+"""Dense matmuls through XLA's own dot, with what follows them as operations of their own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.gated_activation.xla import gated
 
 if TYPE_CHECKING:
     from jax import Array
@@ -19,8 +21,9 @@ _FEW_TOKENS = range(2, 33)
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
-def dense(x: Array, w: Array, bias: Array | None, *, out_dtype: DTypeLike | None) -> Array:
-    """See `pallas_kernels.matmul.dense`."""
+def dense(x: Array, w: Array, bias: Array | None, *, out_dtype: DTypeLike | None, upcoming: Array | None = None) -> Array:
+    """See `pallas_kernels.matmul.dense`. The hint is not taken: XLA has no way to give it."""
+    del upcoming
     if x.shape[0] in _FEW_TOKENS:
         out = lax.platform_dependent(x, w, cpu=_weights_left, default=_tokens_left)
     else:
@@ -28,6 +31,17 @@ def dense(x: Array, w: Array, bias: Array | None, *, out_dtype: DTypeLike | None
     if bias is not None:
         out = out + bias.astype(jnp.float32)
     return out.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+def residual_dense(x: Array, w: Array, residual: Array, bias: Array | None, *, upcoming: Array | None = None) -> Array:
+    """See `pallas_kernels.matmul.residual_dense`; the sum is that of `residual_rms_norm`."""
+    out = dense(x, w, bias, out_dtype=None, upcoming=upcoming)
+    return (residual.astype(jnp.float32) + out.astype(jnp.float32)).astype(residual.dtype)
+
+
+def gated_dense(x: Array, w: Array, activation: str, *, upcoming: Array | None = None) -> Array:
+    """See `pallas_kernels.matmul.gated_dense`."""
+    return gated(dense(x, w, None, out_dtype=None, upcoming=upcoming), activation)
 
 
 def _dot(left: Array, right: Array) -> Array:

@@ -5,13 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.paged_attention import xla
+from pallas_kernels.paged_attention import mosaic, xla
 
 if TYPE_CHECKING:
     from jax import Array
     from jaxtyping import Float, Int
 
 PAGED_ATTENTION = Operation("paged_attention", xla.paged_attention)
+PAGED_ATTENTION.register(
+    "mosaic",
+    mosaic.paged_attention,
+    shape_key=mosaic.shape_key,
+    config_type=mosaic.Config,
+    candidates=mosaic.candidates,
+)
 
 
 def paged_attention(
@@ -27,6 +34,9 @@ def paged_attention(
     window: int | Int[Array, ""] = 0,
     soft_cap: float = 0.0,
     decode: bool,
+    max_queries: int = 0,
+    alibi_slopes: Float[Array, "N"] | None = None,
+    relative_bias: Float[Array, "N W"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "T N H"]:
     """softmax(scale * q k^T) v for every query over the keys of its own row, up to its own position.
@@ -41,8 +51,13 @@ def paged_attention(
     Args:
         page_offset: added to every page id; layer * P when one array holds the pages of all layers.
         window: a query at position p sees keys p - window + 1 .. p; 0 sees all. May be traced.
-        soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 leaves them.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 leaves them. What depends on positions comes after it: the
+            two biases (as in FlashAttention, which caps the product of q and k alone) and the masks.
         decode: promises that T == R and every row that is not padding has exactly one query, row r at q[r]. Static.
+        max_queries: promises that no row has more queries, as in a batch that verifies drafts; 0 promises nothing. Static.
+        alibi_slopes: scores become score - slope[n] * (query position - key position) (Press et al., ALiBi, 2021).
+        relative_bias: scores become score + bias[n, min(query position - key position, W - 1)], in the units of a scaled score
+            (Raffel et al., T5, 2020; its buckets are spelt out over the distances by the caller).
         implementation: name of an implementation, None to choose.
 
     Scores, softmax and sums are float32 whatever the dtypes; float32 operands are multiplied as float32. The result has
@@ -50,6 +65,7 @@ def paged_attention(
     Raises ValueError when shapes or head counts do not fit each other.
     """
     _check(q, k_cache, v_cache, page_table, seq_lens, query_starts, decode)
+    _check_biases(q.shape[1], decode, max_queries, alibi_slopes, relative_bias)
     return PAGED_ATTENTION(
         q,
         k_cache,
@@ -62,6 +78,9 @@ def paged_attention(
         window=window,
         soft_cap=soft_cap,
         decode=decode,
+        max_queries=max_queries,
+        alibi_slopes=alibi_slopes,
+        relative_bias=relative_bias,
         implementation=implementation,
     )
 
@@ -88,3 +107,12 @@ def _check(
         )
     if decode and q.shape[0] != rows:
         raise ValueError(f"paged_attention: decode has one query a row, got {q.shape[0]} queries for {rows} rows")
+
+
+def _check_biases(heads: int, decode: bool, max_queries: int, alibi_slopes: Array | None, relative_bias: Array | None) -> None:
+    if max_queries < 0 or (decode and max_queries > 1):
+        raise ValueError(f"paged_attention: max_queries is positive, or 0, and with decode at most 1, got {max_queries}")
+    if alibi_slopes is not None and alibi_slopes.shape != (heads,):
+        raise ValueError(f"paged_attention takes alibi_slopes [N] for {heads} heads, got {alibi_slopes.shape}")
+    if relative_bias is not None and (relative_bias.ndim != 2 or relative_bias.shape[0] != heads or relative_bias.shape[1] == 0):
+        raise ValueError(f"paged_attention takes relative_bias [N, W] for {heads} heads, got {relative_bias.shape}")

@@ -21,6 +21,8 @@ def paged_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    relative_bias: Array | None = None,
 ) -> Array:
     """The definition in `pallas_kernels.paged_attention.paged_attention`, one query and head at a time; float64."""
     out = np.zeros(q.shape, np.float64)
@@ -40,6 +42,11 @@ def paged_attention(
                 scores = scale * keys[seen, head // group] @ q[index, head].astype(np.float64)
                 if soft_cap:
                     scores = soft_cap * np.tanh(scores / soft_cap)
+                distance = position - token[seen]
+                if alibi_slopes is not None:
+                    scores = scores - alibi_slopes[head] * distance
+                if relative_bias is not None:
+                    scores = scores + relative_bias[head, np.minimum(distance, relative_bias.shape[1] - 1)]
                 weights = np.exp(scores - scores.max())
                 out[index, head] = weights / weights.sum() @ values[seen, head // group]
     return out

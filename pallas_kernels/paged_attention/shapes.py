@@ -23,7 +23,8 @@ class Case:
         pool_pages: pages of a layer; 0 takes what the rows need, the null page, and a tenth more that stay free.
         padded_tokens: entries of q behind the last row.
         layers, layer: the caches hold `layers` layers, of which this is one.
-        window, soft_cap: as in the operation.
+        window, soft_cap, max_queries: as in the operation.
+        alibi: whether there are ALiBi slopes. bias_width: distances of a relative bias, 0 for none (`make_biases`).
     """
 
     name: str
@@ -40,6 +41,9 @@ class Case:
     layer: int = 0
     window: int = 0
     soft_cap: float = 0.0
+    max_queries: int = 0
+    alibi: bool = False
+    bias_width: int = 0
     dtype: str = "float32"
 
     @property
@@ -96,6 +100,17 @@ def make_inputs(case: Case, *, poison: float = float("nan"), seed: int = 0) -> t
     return Inputs(q, k_cache, v_cache, page_table, lengths, starts), offset
 
 
+def make_biases(case: Case, *, seed: int = 0) -> dict[str, Array]:
+    """The keyword arguments `alibi_slopes` and `relative_bias` of a case, those that it has."""
+    random = np.random.default_rng(seed)
+    found = {}
+    if case.alibi:
+        found["alibi_slopes"] = random.uniform(0.01, 0.3, case.num_heads).astype(np.float32)
+    if case.bias_width:
+        found["relative_bias"] = random.standard_normal((case.num_heads, case.bias_width)).astype(np.float32)
+    return found
+
+
 # Heads, kv heads, head dim of models in use.
 SMOLLM2_135M = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
 QWEN2_5_1_5B = {"num_heads": 12, "num_kv_heads": 2, "head_dim": 128}
@@ -133,6 +148,30 @@ DECODE = (
         rows=((50, 1), (7, 1)),
         decode=True,
         soft_cap=2.0,
+    ),
+    Case(name="ALiBi", **_DECODE, rows=((300, 1), (1, 1), (0, 0), (65, 1), *((0, 0),) * 6), alibi=True),
+    Case(
+        name="relative bias, soft cap, window",
+        **_DECODE,
+        rows=((300, 1), (1, 1), (0, 0), (65, 1), *((0, 0),) * 6),
+        bias_width=33,
+        soft_cap=2.0,
+        window=70,
+    ),
+)
+
+VERIFY = (
+    Case(name="1 to 8 queries", **_EXTEND, rows=((130, 1), (70, 8), (37, 5), (0, 0), (1, 1), (257, 8), (3, 3)), max_queries=8),
+    Case(name="at most one, packed", **_EXTEND, rows=((130, 1), (0, 0), (70, 1), (33, 0)), padded_tokens=4, max_queries=1),
+    Case(
+        name="both biases, window",
+        **_EXTEND,
+        rows=((130, 4), (70, 3), (2, 2)),
+        padded_tokens=2,
+        max_queries=4,
+        alibi=True,
+        bias_width=20,
+        window=50,
     ),
 )
 

@@ -49,7 +49,7 @@ GPU = Tiling(chunk=256, singles=256, tile=64, tiles=64, keys_left=False)
 _FAR = jnp.iinfo(jnp.int32).max // 2  # beyond any position, and safe to add to one
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "decode"))
+@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "decode", "max_queries"))
 def paged_attention(
     q: Array,
     k_cache: Array,
@@ -63,16 +63,34 @@ def paged_attention(
     window: int | Array,
     soft_cap: float,
     decode: bool,
+    max_queries: int = 0,
+    alibi_slopes: Array | None = None,
+    relative_bias: Array | None = None,
 ) -> Array:
     """See `pallas_kernels.paged_attention.paged_attention`. Jitted so that a model lowers it once, not once a layer."""
 
     def on(tiling: Tiling) -> functools.partial[Array]:
-        return functools.partial(_attention, scale=scale, soft_cap=soft_cap, decode=decode, tiling=tiling)
+        if max_queries:
+            tiling = tiling._replace(tile=min(tiling.tile, max_queries))
+        return functools.partial(_attention, scale=scale, soft_cap=soft_cap, single=decode or max_queries == 1, tiling=tiling)
 
     window = jnp.asarray(window, jnp.int32)
     reach = jnp.where(window > 0, window, _FAR)
-    operands = (q, k_cache, v_cache, page_table, seq_lens, query_starts, jnp.asarray(page_offset, jnp.int32), reach)
+    biases = Biases(alibi_slopes, relative_bias)
+    operands = (q, k_cache, v_cache, page_table, seq_lens, query_starts, jnp.asarray(page_offset, jnp.int32), reach, biases)
     return lax.platform_dependent(*operands, cpu=on(CPU), default=on(GPU))
+
+
+class Biases(NamedTuple):
+    """What is added to the scores of a head by the distance of query and key.
+
+    Attributes:
+        slopes: [N], taken times the distance from the score; or None.
+        table: [N, W], added by distance, the last for all beyond; or None.
+    """
+
+    slopes: Array | None
+    table: Array | None
 
 
 class _Tiles(NamedTuple):
@@ -101,10 +119,11 @@ def _attention(
     query_starts: Array,
     page_offset: Array,
     reach: Array,
+    biases: Biases,
     *,
     scale: float,
     soft_cap: float,
-    decode: bool,
+    single: bool,
     tiling: Tiling,
 ) -> Array:
     tokens, rows = q.shape[0], page_table.shape[0]
@@ -127,6 +146,7 @@ def _attention(
                 v_cache,
                 table,
                 reach,
+                biases,
                 chunk_pages=chunk_pages,
                 keys_left=tiling.keys_left and tile == 1,
                 scale=scale,
@@ -140,7 +160,7 @@ def _attention(
 
     # Rows with one query have tiles of their own: decoding rows in an extend launch must not pay for a wide tile.
     out = attend(jnp.zeros_like(q), counts == 1, 1, min(rows, tokens), tiling.singles)
-    if decode or tokens < 2:
+    if single or tokens < 2:
         return out
     tile = min(tiling.tile, tokens)
     return attend(out, counts > 1, tile, tokens // tile + min(rows, tokens // 2), tiling.tiles)
@@ -178,6 +198,7 @@ def _attend_tiles(
     v_cache: Array,
     table: Array,
     reach: Array,
+    biases: Biases,
     *,
     chunk_pages: int,
     keys_left: bool,
@@ -207,6 +228,7 @@ def _attend_tiles(
             scores = _dot(queries, key_rows, contract=3) * scale
         if soft_cap:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
+        scores = _add_biases(scores, last - keys, biases)
         scores = jnp.where((keys <= last) & (keys > last - reach), scores, -jnp.inf)
         # A weight of 0 does not silence a NaN, so values that no query of the tile may see are zeroed themselves.
         owned = (keys >= tiles.start[:, None]) & (keys < tiles.end[:, None])
@@ -226,6 +248,22 @@ def _attend_tiles(
     _, total, acc = lax.fori_loop(first_chunk, end_chunk, body, empty)
     result = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
     return result.reshape(n, kv_heads, tile, group, dim).transpose(0, 2, 1, 3, 4).reshape(n, tile, heads, dim)
+
+
+def _add_biases(scores: Array, distance: Array, biases: Biases) -> Array:
+    """Biased scores [n, K, tile * G, chunk]; distance of queries and keys [n, 1, tile * G, chunk], negative where masked."""
+    n, kv_heads, queries, chunk = scores.shape
+    if biases.slopes is not None:
+        slopes = biases.slopes.astype(jnp.float32).reshape(kv_heads, 1, -1)
+        tile = queries // slopes.shape[2]
+        scores = scores - jnp.broadcast_to(slopes, (kv_heads, tile, slopes.shape[2])).reshape(kv_heads, queries, 1) * distance
+    if biases.table is not None:
+        table = biases.table.astype(jnp.float32).reshape(kv_heads, -1, biases.table.shape[1])
+        group = table.shape[1]
+        place = jnp.clip(distance, 0, table.shape[2] - 1).reshape(n, queries // group, group, chunk)
+        member = jnp.arange(group)[:, None]
+        scores = scores + jnp.moveaxis(table[:, member, place], 0, 1).reshape(scores.shape)
+    return scores
 
 
 def _gather(cache: Array, pages: Array) -> Array:

@@ -305,32 +305,6 @@ def test_prompt_logprobs_equal_the_functional_forward_over_chunks() -> None:
     assert chosen[0].chosen.logprob == pytest.approx(want[-1].max(), abs=1e-4)
 
 
-@pytest.mark.parametrize("neighbours", [0, 1, 3])
-def test_b24_deterministic_mode_is_bitwise(neighbours: int, deterministic: Engine) -> None:
-    ids = list(range(5, 40))
-    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=0, ignore_eos=True)
-    alone = deterministic.add_request(ids, params)
-    want = collect(deterministic)[alone].outputs[0]
-    for row in range(neighbours):
-        deterministic.add_request([row + 1] * (9 + 20 * row), SamplingParams(max_tokens=9 + row))
-        deterministic.step()
-    beside = deterministic.add_request(ids, params)
-    got = collect(deterministic)[beside].outputs[0]
-    assert got.token_ids == want.token_ids
-    assert got.cumulative_logprob == want.cumulative_logprob
-
-
-@pytest.fixture(scope="module")
-def deterministic() -> Engine:
-    config = CONFIGS["llama"]
-    return Engine(
-        config,
-        random_params(config),
-        None,
-        EngineConfig(max_context=128, max_sequences=4, max_tokens_per_step=64, prefill_chunk=16, deterministic=True),
-    )
-
-
 def test_update_params_is_used_by_the_next_token_and_checked(flat: Scripted) -> None:
     flat.script([65] * 20)
     request_id = flat.engine.add_request([1], SamplingParams(temperature=0.0, max_tokens=20))

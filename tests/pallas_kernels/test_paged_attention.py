@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.paged_attention import paged_attention, reference, xla
-from pallas_kernels.paged_attention.shapes import DECODE, EXTEND, RAGGED_DECODE, RAGGED_EXTEND, Case, make_inputs
+from pallas_kernels.paged_attention.shapes import (
+    DECODE,
+    EXTEND,
+    RAGGED_DECODE,
+    RAGGED_EXTEND,
+    VERIFY,
+    Case,
+    make_biases,
+    make_inputs,
+)
 
 TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2, "float16": 3e-3}
 
@@ -19,7 +28,15 @@ TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2, "float16": 3e-3}
 def run(case, inputs, offset, **changes):
     q, k_cache, v_cache, *batch = inputs
     arrays = [jnp.asarray(x, case.dtype) for x in (q, k_cache, v_cache)] + [jnp.asarray(x) for x in batch]
-    options = {"scale": case.scale, "window": case.window, "soft_cap": case.soft_cap, "decode": case.decode} | changes
+    options = {
+        "scale": case.scale,
+        "window": case.window,
+        "soft_cap": case.soft_cap,
+        "decode": case.decode,
+        "max_queries": case.max_queries,
+        **{name: jnp.asarray(bias) for name, bias in make_biases(case).items()},
+        **changes,
+    }
     result = paged_attention(*arrays, page_offset=offset, **options)
     assert result.dtype == case.dtype
     assert result.shape == q.shape
@@ -30,11 +47,17 @@ def expected(case, inputs, offset, window=None):
     rounded = [np.asarray(jnp.asarray(x, case.dtype), np.float64) for x in inputs[:3]]
     window = case.window if window is None else window
     return reference.paged_attention(
-        *rounded, *inputs[3:], page_offset=offset, scale=case.scale, window=window, soft_cap=case.soft_cap
+        *rounded,
+        *inputs[3:],
+        page_offset=offset,
+        scale=case.scale,
+        window=window,
+        soft_cap=case.soft_cap,
+        **make_biases(case),
     )
 
 
-@pytest.mark.parametrize("case", DECODE + EXTEND, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", DECODE + EXTEND + VERIFY, ids=lambda case: case.name)
 def test_equals_the_oracle(case):
     inputs, offset = make_inputs(case)
     np.testing.assert_allclose(run(case, inputs, offset), expected(case, inputs, offset), rtol=0, atol=TOLERANCE[case.dtype])
@@ -179,6 +202,24 @@ def test_page_size_does_not_change_the_result():
     np.testing.assert_array_equal(results[1], results[0])
 
 
+def test_the_oracle_adds_both_biases_behind_the_soft_cap():
+    """The oracle itself, against a dense formula on one unpaged row."""
+    case = Case(
+        name="", num_heads=2, num_kv_heads=2, head_dim=8, page_size=32, rows=((9, 9),), soft_cap=0.5, alibi=True, bias_width=4
+    )
+    inputs, offset = make_inputs(case)
+    biases = make_biases(case)
+    page = inputs.page_table[0, 0]
+    keys, values = (np.moveaxis(cache[page, :, :9].astype(np.float64), 0, 1) for cache in (inputs.k_cache, inputs.v_cache))
+    scores = 0.5 * np.tanh(np.einsum("tnh,snh->nts", inputs.q, keys) * case.scale / 0.5)
+    distance = np.arange(9)[:, None] - np.arange(9)
+    scores -= biases["alibi_slopes"][:, None, None] * distance
+    scores += biases["relative_bias"][:, np.clip(distance, 0, 3)]
+    scores[:, distance < 0] = -np.inf
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    np.testing.assert_allclose(expected(case, inputs, offset), np.einsum("nts,snh->tnh", weights, values), atol=1e-12)
+
+
 def test_repeated_calls_are_equal():
     case = RAGGED_EXTEND
     inputs, offset = make_inputs(case)
@@ -191,8 +232,8 @@ def test_repeated_calls_are_equal():
 def test_the_gpu_tiling_gives_the_same(case):
     """What runs on a GPU with this implementation, on CPU: groups of many tiles instead of one."""
     inputs, offset = make_inputs(case)
-    attention = jax.jit(functools.partial(xla._attention, scale=case.scale, soft_cap=0.0, decode=case.decode, tiling=xla.GPU))
-    result = attention(*inputs, jnp.int32(offset), jnp.int32(50))
+    attention = jax.jit(functools.partial(xla._attention, scale=case.scale, soft_cap=0.0, single=case.decode, tiling=xla.GPU))
+    result = attention(*inputs, jnp.int32(offset), jnp.int32(50), xla.Biases(None, None))
     np.testing.assert_allclose(np.asarray(result), expected(case, inputs, offset, 50), rtol=0, atol=3e-6)
 
 
@@ -240,3 +281,18 @@ def zeros(q=(4, 4, 8), cache=(5, 2, 16, 8), rows=4, starts=5, columns=3):
 def test_wrong_shapes_are_refused_before_launch(changes, decode, message):
     with pytest.raises(ValueError, match=message):
         paged_attention(*zeros(**changes), page_offset=0, scale=1.0, decode=decode)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decode": True, "max_queries": 2}, "with decode at most 1, got 2"),
+        ({"decode": False, "max_queries": -1}, "max_queries is positive, or 0"),
+        ({"decode": True, "alibi_slopes": jnp.zeros(3)}, "alibi_slopes .N. for 4 heads"),
+        ({"decode": True, "relative_bias": jnp.zeros((4, 0))}, "relative_bias .N, W. for 4 heads"),
+        ({"decode": True, "relative_bias": jnp.zeros((2, 9))}, "relative_bias .N, W. for 4 heads"),
+    ],
+)
+def test_wrong_promises_and_biases_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        paged_attention(*zeros(), page_offset=0, scale=1.0, **options)

@@ -34,17 +34,16 @@ def test_a_prompt_is_computed_in_chunks_and_sampled_at_its_end():
     assert [batch.kind for batch in sim.batches] == ["extend"] * 3 + ["decode"] * 2
     assert [row.samples for row in rows] == [0, 0, 1, 1, 1]
     assert [row.is_new for row in rows] == [True, False, False, False, False]
-    assert [row.new_pages for row in rows] == [[(0, 1)], [], [], [], []]
+    assert [list(row.new_pages) for row in rows] == [[(0, 1)], [], [], [], []]
     assert rows[2].token_ids == request.prompt_ids[8:]
-    assert rows[3].token_ids == request.output_ids[:1]  # read already: nothing was in flight
+    assert not rows[3].token_ids  # the device has it
 
 
-def test_one_step_ahead_the_last_token_is_left_to_the_device():
+def test_one_step_ahead_of_the_results():
     sim = Simulation()
     sim.add(make_request("a", 4, 3))
     first, second, third = sim.launch(), sim.launch(), sim.launch()
     assert [b.kind for b in (first, second, third)] == ["extend", "decode", "decode"]
-    assert [b.rows[0].token_ids for b in (second, third)] == [[], []]
     assert [b.rows[0].start for b in (second, third)] == [4, 5]
     assert sim.launch() is None  # all three tokens are promised
     sim.drain()
@@ -94,14 +93,64 @@ def test_k_steps_when_nothing_waits_and_most_steps_have_work():
     ]
 
 
-def test_one_step_while_a_request_waits():
+def launches(sim):
+    return [(batch.kind, batch.num_steps) for batch in sim.batches]
+
+
+def test_a_backlog_decodes_k_steps_a_launch():
+    """More requests than rows: K steps until only idle steps would be left, one extend launch for each request let in."""
     sim = Simulation(decode_steps=4, max_sequences=1, ahead=0)
-    sim.add(make_request("a", 3, 6))
-    sim.add(make_request("b", 3, 6))
+    sim.add(make_request("a", 3, 10))
+    sim.add(make_request("b", 3, 10))
     sim.drain()
-    steps = [batch.num_steps for batch in sim.batches]
-    assert steps[:6] == [1] * 6  # all of a
-    assert 4 in steps[6:]
+    assert launches(sim) == [("extend", 1), ("decode", 4), ("decode", 4), ("decode", 1)] * 2
+
+
+def test_a_backlog_goes_one_step_when_rows_are_certain_to_end_and_lie_idle():
+    """One of two rows ends after two of four steps: a quarter of the launch would be idle while c waits."""
+    sim = Simulation(decode_steps=4, max_sequences=2, ahead=0)
+    short, long = sim.add(make_request("a", 3, 7)), sim.add(make_request("b", 3, 30))
+    sim.launch(), sim.read()
+    sim.launch(), sim.read()
+    late = sim.add(make_request("c", 3, 2))
+    for steps_left in (2, 1):
+        assert short.num_left == steps_left
+        assert (sim.launch().num_steps, late.state) == (1, RequestState.WAITING)
+        sim.read()
+    assert [row.request for row in sim.launch().rows] == [long, late]
+    sim.drain()
+
+
+def test_a_backlog_bears_a_few_idle_rows():
+    """One of eight rows ends in the middle of the launch: 2 of 32 row steps are idle."""
+    sim = Simulation(decode_steps=4, max_sequences=8, ahead=0)
+    for i in range(8):
+        sim.add(make_request(f"r{i}", 3, 7 if i == 0 else 40))
+    sim.add(make_request("late", 3, 40))
+    for _ in range(3):
+        sim.step()
+    assert launches(sim) == [("extend", 1), ("decode", 4), ("decode", 4)]
+    sim.drain()
+
+
+def test_a_backlog_that_waits_for_pages_decodes_k_steps_a_launch():
+    """Rows are free, but the pool has no room for the head of the queue."""
+    sim = Simulation(num_pages=13, page_size=4, decode_steps=4, ahead=0)
+    a = sim.add(make_request("a", 4, 17))
+    big = sim.add(make_request("big", 40, 5))
+    sim.drain()
+    assert launches(sim)[:4] == [("extend", 1), *[("decode", 4)] * 3]
+    assert a.num_preemptions == big.num_preemptions == 0
+
+
+def test_one_step_for_a_request_that_can_come_in():
+    sim = Simulation(decode_steps=4, max_sequences=2, ahead=1)
+    running = sim.add(make_request("a", 3, 40))
+    sim.launch(), sim.launch()
+    late = sim.add(make_request("b", 3, 4))
+    batch = sim.launch()
+    assert (batch.kind, [row.request for row in batch.rows]) == ("extend", [running, late])
+    sim.drain()
 
 
 def test_too_few_pages_for_k_steps_means_one_step_not_a_preemption():

@@ -19,8 +19,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_budget=st.integers(0, 40),
         chunk=st.sampled_from([1, 2, 3, 7, 16, 50]),
         decode_steps=st.sampled_from([1, 2, 4, 8]),
+        deterministic=st.booleans(),
     )
-    def start(self, page_size, longest_pages, spare, max_sequences, extra_budget, chunk, decode_steps):
+    def start(self, page_size, longest_pages, spare, max_sequences, extra_budget, chunk, decode_steps, deterministic):
         self.longest = longest_pages * page_size
         self.sim = Simulation(
             num_pages=1 + longest_pages + spare,
@@ -29,6 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens_per_step=max_sequences + extra_budget,
             prefill_chunk=chunk,
             decode_steps=decode_steps,
+            deterministic=deterministic,
         )
 
     def live(self):
@@ -79,6 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "sim"):
             self.sim.drain()
+            assert not self.sim.config.deterministic or not any(r.num_preemptions for r in self.sim.requests)
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

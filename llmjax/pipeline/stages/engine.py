@@ -76,7 +76,10 @@ class BatchingSection(Section):
     )
     prefill_chunk: int = Field(_DEFAULTS.prefill_chunk, ge=1, description="Tokens of one prompt in one launch, at most.")
     decode_steps: int | None = Field(
-        None, ge=1, description="Decode steps in one launch when nothing waits; by default 8 on a GPU, 1 on a CPU."
+        None,
+        ge=1,
+        description="Decode steps in one launch when no waiting request could be taken in before it ends; by default 8 on a "
+        "GPU, 1 on a CPU.",
     )
     buckets: BucketsSection = Field(
         default_factory=lambda: BucketsSection.model_validate({}), description="Static shapes to compile for."
@@ -97,7 +100,9 @@ class EngineSection(StageSection):
         default_factory=lambda: BatchingSection.model_validate({}), description="How requests share a launch."
     )
     deterministic: bool = Field(
-        False, description="One row bucket and one token bucket: no shape depends on how many neighbours a request has."
+        False,
+        description="The same tokens and logprobs to the bit whatever runs beside a request and whenever it came; "
+        "slower while prompts come in.",
     )
 
     @model_validator(mode="after")

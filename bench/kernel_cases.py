@@ -1,0 +1,288 @@
+"""The calls that a decode step of each preset makes of each operation: shapes, data, bytes, and what is asked of them.
+
+Cases that read the same data form a group. Data come from a seed; nothing here times anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llmjax.model.checkpoint.presets import preset_config
+from pallas_kernels.dispatch import Operation
+from pallas_kernels.fused_layer import FUSED_LAYER, MEETINGS, LayerParams, NextParams
+from pallas_kernels.matmul import DENSE, GATED_DENSE, RESIDUAL_DENSE
+from pallas_kernels.paged_attention import PAGED_ATTENTION
+from pallas_kernels.smoke import Call
+
+L2_IS_COLD = 320_000_000
+"""Bytes of different weights or pages that one round of calls reads: several times what the last-level cache holds."""
+
+TOKENS = (32, 1, 256, 8, 64, 128, 16)  # by value: the first ones are timed even when there is little time
+PAGE_SIZES = (16, 64, 32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One shape of a call.
+
+    Attributes:
+        name: for people.
+        model: the preset it comes from.
+        rows: tokens of the call (rows of the batch, in decoding).
+        count: calls of this shape in one step of the model.
+        bytes: what a call must read from memory at least.
+        must, goal: TB/s asked for; None where only the reference is to be beaten.
+        query: makes the small operand [T, ...] from a key; the only one that is carried from call to call.
+        arguments: (query, data, turn, round) -> the call. `turn` is one of the group's, `round` an int32 scalar.
+        result: what of a call's result is compared.
+    """
+
+    name: str
+    operation: Operation
+    model: str
+    rows: int
+    count: int
+    bytes: int
+    must: float | None = None
+    goal: float | None = None
+    query: Callable[[jax.Array], jax.Array]
+    arguments: Callable[[jax.Array, Any, Any, jax.Array], Call]
+    result: Callable[[Any], Any] = lambda result: result
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Cases over the same data.
+
+    Attributes:
+        data: makes the large operands from a seed.
+        turns: picks from the data what differs between the calls of a round, one entry a call.
+        rank: the smaller, the sooner it is timed when there is little time.
+    """
+
+    name: str
+    cases: tuple[Case, ...]
+    data: Callable[[int], Any]
+    turns: Callable[[Any], Sequence[Any]]
+    rank: int
+
+
+def dense_groups(model: str, tokens: Sequence[int] = TOKENS) -> Iterator[Group]:
+    """The matmuls of a step on their own, each against as many different weights as keep the cache cold."""
+    for rank, (part, (out, contracted, bias)) in enumerate(_parts(model).items()):
+        out_dtype = jnp.float32 if part == "head" else None
+
+        def arguments(x: jax.Array, turn: dict[str, Any], out_dtype: Any = out_dtype) -> Call:
+            return Call((x, turn["w"], turn["bias"]), {"out_dtype": out_dtype})
+
+        yield _matmul_group(DENSE, model, part, out, contracted, out, bias, tokens, arguments, rank)
+
+
+def residual_groups(model: str, tokens: Sequence[int] = TOKENS) -> Iterator[Group]:
+    """The matmuls that end in the residual stream, with its addition."""
+
+    def arguments(x: jax.Array, turn: dict[str, Any]) -> Call:
+        return Call((x, turn["w"], turn["residual"][: len(x)], turn["bias"]), {})
+
+    for rank, part in enumerate(("down", "out")):
+        out, contracted, bias = _parts(model)[part]
+        yield _matmul_group(RESIDUAL_DENSE, model, part, out, contracted, out, bias, tokens, arguments, rank)
+
+
+def gated_groups(model: str, tokens: Sequence[int] = TOKENS) -> Iterator[Group]:
+    """Gate and up with the activation."""
+    activation = preset_config(model).activation
+
+    def arguments(x: jax.Array, turn: dict[str, Any]) -> Call:
+        return Call((x, turn["w"], activation), {})
+
+    out, contracted, bias = _parts(model)["gate_up"]
+    if not bias:
+        yield _matmul_group(GATED_DENSE, model, "gate_up", out, contracted, out // 2, bias, tokens, arguments, 0)
+
+
+def _parts(model: str) -> dict[str, tuple[int, int, bool]]:
+    """Rows, columns and bias of each weight."""
+    config = preset_config(model)
+    q, kv, hidden = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.hidden_size
+    return {
+        "gate_up": (2 * config.mlp_size, hidden, config.mlp_bias),
+        "down": (hidden, config.mlp_size, config.mlp_bias),
+        "qkv": (q + 2 * kv, hidden, config.qkv_bias),
+        "out": (hidden, q, config.output_bias),
+        "head": (config.vocab_size, hidden, False),
+    }
+
+
+def _matmul_group(
+    operation: Operation,
+    model: str,
+    part: str,
+    out: int,
+    contracted: int,
+    columns: int,
+    bias: bool,
+    tokens: Sequence[int],
+    arguments: Callable[[jax.Array, dict[str, Any]], Call],
+    rank: int,
+) -> Group:
+    """Cases of one weight; `columns` of the result, `arguments` from the small operand and a weight with what goes with it."""
+    config = preset_config(model)
+    dtype = jnp.dtype(config.dtype)
+    size = out * contracted * dtype.itemsize
+    copies = max(2, -(-L2_IS_COLD // size))
+    large = size > 100_000_000
+
+    def data(seed: int) -> list[dict[str, jax.Array | None]]:
+        def one(key: jax.Array) -> dict[str, jax.Array | None]:
+            w = jax.random.normal(key, (out, contracted), dtype) * dtype.type(contracted**-0.5)
+            added = jax.random.normal(jax.random.fold_in(key, 1), (out,), dtype) if bias else None
+            residual = jax.random.normal(jax.random.fold_in(key, 2), (max(tokens), columns), dtype)
+            return {"w": w, "bias": added, "residual": residual if operation is RESIDUAL_DENSE else None}
+
+        return [one(key) for key in jax.random.split(jax.random.key(seed), copies)]
+
+    cases = tuple(
+        Case(
+            name=f"{part} {out}x{contracted}, {n} tokens",
+            operation=operation,
+            model=model,
+            rows=n,
+            count=1 if part == "head" else config.num_layers,
+            bytes=size + n * contracted * dtype.itemsize + n * columns * (4 if part == "head" else dtype.itemsize),
+            goal=(3.9 if large else 3.2) if model == "llama-8b" and n <= 128 else None,
+            query=lambda key, n=n: jax.random.normal(key, (n, contracted), dtype),
+            arguments=lambda x, _, turn, __: arguments(x, turn),
+        )
+        for n in tokens
+    )
+    return Group(name=f"{model} {operation.name} {part}", cases=cases, data=data, turns=lambda weights: weights, rank=rank)
+
+
+def attention_groups(model: str, page_sizes: Sequence[int] = PAGE_SIZES) -> Iterator[Group]:
+    """Decoding attention: the shapes asked for, the decode table's, and what else a table must know to serve all sizes."""
+    asked = {(128, 2048): (3.3, 3.6), (32, 2048): (2.8, 3.2), (8, 8192): (2.8, 3.2)} if model == "llama-8b" else {}
+    shapes = (
+        (128, 2048), (32, 2048), (8, 8192), (32, 256), (256, 256), (1, 8192), (1, 256), (8, 256), (64, 256), (128, 256),
+        (32, 4096), (1, 2048), (8, 2048), (64, 2048), (256, 2048), (32, 8192), (64, 8192), (128, 8192),
+    )  # fmt: skip
+    for rank, (page_size, (rows, context)) in enumerate(itertools.product(page_sizes, shapes)):
+        must, goal = asked.get((rows, context), (None, None))
+        first = (rows, context) == (128, 2048)  # asked for with every page size
+        yield _attention_group(model, rows, context, page_size, must, goal, 0 if first else rank)
+
+
+def _attention_group(
+    model: str, rows: int, context: int, page_size: int, must: float | None, goal: float | None, rank: int
+) -> Group:
+    config = preset_config(model)
+    dtype = jnp.dtype(config.dtype)
+    # Short contexts as in a run of 128 prompt and 128 output tokens; long ones full, as they are quoted.
+    lengths = np.full(rows, context, np.int32)
+    if context <= 256:
+        lengths = np.linspace(context // 2 + 1, context, rows + 2)[1:-1].round().astype(np.int32)
+    size = int(lengths.sum()) * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    width = -(-context // page_size)
+    pages = 1 + rows * width + rows * width // 10  # the null page, and a tenth that nobody owns
+    layers = max(2, -(-L2_IS_COLD // size))
+    unrolled = min(layers, 16)
+
+    def data(seed: int) -> dict[str, jax.Array]:
+        random = np.random.default_rng(seed)
+        table = (1 + random.permutation(pages - 1)[: rows * width]).reshape(rows, width).astype(np.int32)
+        used = np.arange(width * page_size).reshape(width, page_size) < lengths[:, None, None]
+        owned = np.zeros((pages, page_size), bool)
+        owned[table.reshape(-1)] = used.reshape(-1, page_size)
+        keep = jnp.tile(jnp.asarray(owned), (layers, 1))[:, None, :, None]
+        shape = (layers * pages, config.num_kv_heads, page_size, config.head_dim)
+        k_key, v_key = jax.random.split(jax.random.key(seed))
+        k, v = (jnp.where(keep, jax.random.normal(key, shape, dtype), jnp.nan).astype(dtype) for key in (k_key, v_key))
+        table[np.arange(width) * page_size >= lengths[:, None]] = 0
+        return {
+            "k": k, "v": v, "table": jnp.asarray(table), "lengths": jnp.asarray(lengths),
+            "starts": jnp.arange(rows + 1, dtype=jnp.int32),
+        }  # fmt: skip
+
+    def arguments(q: jax.Array, data: dict[str, jax.Array], turn: int, round: jax.Array) -> Call:
+        layer = (round * unrolled + turn) % layers
+        args = (q, data["k"], data["v"], data["table"], data["lengths"], data["starts"])
+        scale = float(config.head_dim) ** -0.5
+        return Call(args, {"page_offset": layer * pages, "scale": scale, "window": 0, "soft_cap": 0.0, "decode": True})
+
+    case = Case(
+        name=f"{rows} rows x {context}, page {page_size}",
+        operation=PAGED_ATTENTION,
+        model=model,
+        rows=rows,
+        count=config.num_layers,
+        bytes=size,
+        must=must,
+        goal=goal,
+        query=lambda key: jax.random.normal(key, (rows, config.num_heads, config.head_dim), dtype),
+        arguments=arguments,
+    )
+    return Group(name=f"{model} attention {case.name}", cases=(case,), data=data, turns=lambda _: range(unrolled), rank=rank)
+
+
+def layer_groups(model: str, tokens: Sequence[int] = (8, 32, 64, 16)) -> Iterator[Group]:
+    """A layer from one attention to the next, in the middle of the model and at its end."""
+    config = preset_config(model)
+    q, kv, hidden, mlp = config.num_heads * config.head_dim, config.num_kv_heads, config.hidden_size, config.mlp_size
+    qkv, dtype = q + 2 * kv * config.head_dim, jnp.dtype(config.dtype)
+    sizes = {"out": (hidden, q), "gate_up": (2 * mlp, hidden), "down": (hidden, mlp), "qkv": (qkv, hidden)}
+    for rank, last in enumerate((False, True)):
+        read = sum(n * k for name, (n, k) in sizes.items() if not (last and name == "qkv")) * dtype.itemsize
+
+        def data(seed: int, copies: int = max(2, -(-L2_IS_COLD // read))) -> Any:
+            def weights(key: jax.Array) -> dict[str, jax.Array]:
+                keys = jax.random.split(key, len(sizes))
+                return {
+                    name: jax.random.normal(one, shape, dtype) * dtype.type(shape[1] ** -0.5)
+                    for one, (name, shape) in zip(keys, sizes.items(), strict=True)
+                }
+
+            key, norm_key, residual_key = jax.random.split(jax.random.key(seed), 3)
+            residual = jax.random.normal(residual_key, (64, hidden), dtype)
+            norm = jax.random.uniform(norm_key, (hidden,), jnp.float32, 0.5, 1.5)
+            return [(weights(one), residual, norm) for one in jax.random.split(key, copies)]
+
+        def arguments(x: jax.Array, _: Any, turn: Any, __: jax.Array, last: bool = last) -> Call:
+            w, residual, norm = turn
+            bias = jnp.ones((qkv,), dtype) if config.qkv_bias else None
+            params = LayerParams(w["out"], None, norm, w["gate_up"], None, w["down"], None)
+            following = None if last else NextParams(norm, w["qkv"], bias)
+            meetings = jnp.zeros((MEETINGS,), jnp.int32)
+            args = (x, residual, meetings, jnp.int32(0), params, following)
+            return Call(args, {"activation": config.activation, "eps": config.norm_eps})
+
+        cases = tuple(
+            Case(
+                name=f"{'last layer' if last else 'layer'}, {n} tokens",
+                operation=FUSED_LAYER,
+                model=model,
+                rows=n,
+                count=1 if last else config.num_layers - 1,
+                bytes=read,
+                query=lambda key, n=n: jax.random.normal(key, (n, q), dtype),
+                arguments=arguments,
+                result=lambda result, n=n: [part[:n] for part in result[:2] if part is not None],
+            )
+            for n in tokens
+        )
+        yield Group(name=f"{model} {'last layer' if last else 'layer'}", cases=cases, data=data, turns=lambda d: d, rank=rank)
+
+
+GROUPS: dict[str, Callable[[str], Iterator[Group]]] = {
+    DENSE.name: dense_groups,
+    RESIDUAL_DENSE.name: residual_groups,
+    GATED_DENSE.name: gated_groups,
+    PAGED_ATTENTION.name: attention_groups,
+    FUSED_LAYER.name: layer_groups,
+}

@@ -1,0 +1,44 @@
+"""What a launch's result means for one request: which tokens are its own, and what ended it. Knows no launches and no pages."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from llmjax.scheduling.request import FinishReason, Request
+
+
+@dataclasses.dataclass(slots=True)
+class RequestUpdate:
+    """What a launch did for a request that had not ended before.
+
+    Attributes:
+        request: already brought up to date (`output_ids`, `finish_reason`, ...).
+        column: its index in `StepOutput.batch.rows`, and its column in the result's arrays.
+        tokens: the new token ids; number i is of step i of the launch. Empty after a chunk in the middle of the prompt.
+        finished: whether the request ended with this launch.
+    """
+
+    request: Request
+    column: int
+    tokens: list[int]
+    finished: bool
+
+
+def read_tokens(request: Request, sampled: list[int], finite: np.ndarray) -> tuple[list[int], FinishReason | None]:
+    """Append the tokens of one row to its request, up to the one that ends it; return them and the reason, if it ended.
+
+    The device decides by the same rules when a row stops: logits without a finite entry end it; a stop id ends it, and is
+    masked while fewer than `min_tokens` tokens exist; the limit ends it. A stop id as the last token allowed is a "stop".
+    """
+    for step, token in enumerate(sampled):
+        if not finite[step]:
+            return sampled[:step], "error"
+        assert token >= 0, "the device ended a row that the host's rules let go on"
+        stops = token in request.ending_ids and len(request.output_ids) >= request.params.min_tokens
+        request.output_ids.append(token)
+        if stops:
+            request.stop_token = token
+            return sampled[: step + 1], "stop"
+    return sampled, None

@@ -1,0 +1,286 @@
+"""Sizes of the kernel that streams weights: what a configuration is, what follows from it, and which are worth timing.
+
+Owns the configuration, the plan that follows from it and a shape, and a rough model of the device that orders configurations.
+Must not know how the kernel works inside, nor what was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import jax.numpy as jnp
+
+ROW_BLOCK = 64  # rows of weights a warpgroup multiplies: wgmma's M
+K_BLOCK = 64  # bf16 elements of a swizzled line of 128 bytes
+TOKEN_BLOCK = 8  # tokens a wgmma counts by
+MAX_TOKENS = 256
+"""wgmma takes no more columns; beyond it a matmul is no longer bound by the weights."""
+
+SHARED_BYTES = 225 * 1024
+"""Shared memory that a CTA's tiles may take: of the 227 KiB there are, barriers and the compiler use some."""
+
+MAX_CLUSTER = 8
+"""CTAs that any device can run as a cluster."""
+
+AHEAD_BOX = (64, 256)
+"""Rows and columns of the next weights that one request brings into the cache: 32 KiB."""
+
+_STORE_TOKENS = 64  # tokens written at a time
+_INBOX = 64 * 1024  # bytes for what the CTAs of a split send at a time; larger sums go in several passes
+_CANDIDATES = 14
+_MIN_STAGES = 3
+_MAX_STAGES = 16
+_HALF_SHARED_BYTES = 110 * 1024  # the same if two CTAs are to be on one multiprocessor
+_OTHER_REGISTERS = 48  # registers a thread needs beside its sums
+
+COPY_REGISTERS = 40
+"""Registers a thread of the copy warpgroup keeps where the others need many."""
+
+# The H200: 132 multiprocessors in groups of 16 or 18, and a cluster lies within one group.
+_CLUSTERS = {1: 132, 2: 66, 3: 42, 4: 32, 5: 24, 6: 18, 7: 16, 8: 16}
+_READ = 4.2e12  # bytes/s of memory, all multiprocessors
+_READ_EACH = 38e9  # bytes/s of memory a multiprocessor draws: 96 of them with a ring and no arithmetic reached 3.7e12
+_CACHE = 7.5e12  # bytes/s of the second-level cache
+_MULTIPLY_EACH = 5.8e12  # bf16 operations/s of a multiprocessor
+_SHARED_EACH = 220e9  # bytes/s of its shared memory, read or written
+_EXCHANGE_EACH = 40e9  # bytes/s between multiprocessors, one of them
+_TILE = 0.15e-6  # seconds a tile's epilogue adds that loads do not hide
+_SPLIT = 0.7e-6  # seconds the CTAs of a split wait for each other, each time they exchange
+_STEP = 20e-9  # seconds a step costs while the first and the last ones are not hidden
+_TOKENS = 40e12  # bytes/s: what tokens add to a step that reads weights
+
+
+Reduce = Literal["cluster", "after", "global"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a matmul is laid out on the device.
+
+    Attributes:
+        rows: compute warpgroups along the weights' rows; a tile has 64 * rows of them (twice that when gated).
+        columns: compute warpgroups along the tokens.
+        block_k: elements of the contraction a step loads, a multiple of 64.
+        stages: steps in flight.
+        splits: slices of the contraction, computed by different CTAs.
+        share: CTAs of a cluster that take neighbouring tiles and load the tokens once for all of them.
+        clusters: groups of splits * share CTAs that walk the tiles; more than there are tiles do no harm.
+        reduce: how splits are added, always in the order of the slices: "cluster" through distributed shared memory; "after"
+            writes float32 sums that XLA adds; "global" stands in for "cluster" in the interpreter, which has no remote
+            stores. On a device it would be a race: a cluster's barrier does not order global memory.
+        ahead: boxes of 32 KiB of the upcoming weights that a CTA asks for.
+    """
+
+    rows: int = 1
+    columns: int = 1
+    block_k: int = 128
+    stages: int = 6
+    splits: int = 1
+    share: int = 1
+    clusters: int = 132
+    reduce: Reduce = "cluster"
+    ahead: int = 3
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs that are launched together."""
+        return self.share * (1 if self.reduce == "after" else self.splits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What follows from a shape and a configuration.
+
+    Attributes:
+        tokens: padded to what the compute warpgroups take.
+        pair: weight matrices a tile takes: 2 when gated (gate and up), else 1.
+        part: tokens of one compute warpgroup that one CTA of the splits finishes.
+        parts: CTAs among the splits that finish a part.
+        piece: tokens of a part exchanged at a time.
+        store: tokens written at a time.
+    """
+
+    config: Config
+    tokens: int
+    rows_out: int
+    depth: int
+    pair: int
+    out_itemsize: int
+
+    @property
+    def split_in_cluster(self) -> bool:
+        return self.config.splits > 1 and self.config.reduce != "after"
+
+    @property
+    def warpgroups(self) -> int:
+        return self.config.rows * self.config.columns
+
+    @property
+    def tokens_each(self) -> int:
+        return self.tokens // self.config.columns
+
+    @property
+    def parts(self) -> int:
+        if not self.split_in_cluster:
+            return 1
+        units = self.tokens_each // TOKEN_BLOCK
+        return max(n for n in range(1, self.config.splits + 1) if units % n == 0)
+
+    @property
+    def part(self) -> int:
+        return self.tokens_each // self.parts
+
+    @property
+    def piece(self) -> int:
+        if not self.split_in_cluster:
+            return self.part
+        token_bytes = self.config.splits * self.pair * self.warpgroups * ROW_BLOCK * 4
+        return _divisor(self.part, max(TOKEN_BLOCK, _INBOX // token_bytes))
+
+    @property
+    def store(self) -> int:
+        return _divisor(self.piece, _STORE_TOKENS)
+
+    @property
+    def tile_rows(self) -> int:
+        return ROW_BLOCK * self.config.rows
+
+    @property
+    def tiles(self) -> int:
+        """Tiles as a cluster walks them: `share` neighbours are one."""
+        return math.ceil(self.rows_out / (self.tile_rows * self.config.share))
+
+    @property
+    def clusters(self) -> int:
+        """As few as need no more rounds: each has the same work, and none waits for the last tiles of others."""
+        rounds = math.ceil(self.tiles / self.config.clusters)
+        return math.ceil(self.tiles / rounds)
+
+    @property
+    def steps(self) -> int:
+        """Steps of a tile. The last split's may lie beyond the end, where loads give zeros."""
+        return math.ceil(math.ceil(self.depth / self.config.block_k) / self.config.splits)
+
+    @property
+    def inbox_shape(self) -> tuple[int, ...]:
+        return (self.config.splits, self.pair, self.warpgroups, ROW_BLOCK, self.piece)
+
+    @property
+    def step_bytes(self) -> int:
+        """Shared memory of a step in flight."""
+        return (self.pair * self.tile_rows + self.tokens) * self.config.block_k * 2
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA, without its barriers."""
+        staging = self.warpgroups * self.store * ROW_BLOCK * self.out_itemsize
+        inbox = self.pair * self.config.splits * self.warpgroups * ROW_BLOCK * self.piece * 4
+        has_inbox = self.config.reduce == "cluster" and self.split_in_cluster
+        return self.config.stages * self.step_bytes + staging + (inbox if has_inbox else 0)
+
+    @property
+    def accumulators(self) -> int:
+        """Registers a thread needs for its sums."""
+        return self.pair * self.tokens_each // 2
+
+
+def _divisor(tokens: int, most: int) -> int:
+    """The largest multiple of 8 that divides tokens and is at most `most`."""
+    return max(n for n in range(TOKEN_BLOCK, min(tokens, most) + 1, TOKEN_BLOCK) if tokens % n == 0)
+
+
+def make_plan(key: Mapping[str, int | str], config: Config) -> Plan:
+    """Sizes of a call; where XLA adds the sums, gate and up are rows like any other and the sums are float32."""
+    after = config.reduce == "after"
+    pair = 2 if "activation" in key else 1
+    unit = TOKEN_BLOCK * config.columns
+    return Plan(
+        config=config,
+        tokens=math.ceil(int(key["tokens"]) / unit) * unit,
+        rows_out=int(key["out"]) * (pair if after else 1),
+        depth=int(key["in"]),
+        pair=1 if after else pair,
+        out_itemsize=4 if after else jnp.dtype(key.get("out_dtype", jnp.bfloat16)).itemsize,
+    )
+
+
+def candidates(key: Mapping[str, int | str]) -> list[Config]:
+    """Configurations worth timing for a key of any of the three operations: the default, then the most promising by a rough
+    model: one of each way to share the work, then other blocks of the best. All fit the device."""
+    ranked = _ranked(key)
+    ways: dict[tuple[int, ...], Config] = {}
+    for config in ranked:
+        ways.setdefault((config.rows, config.columns, config.splits, config.share, config.clusters), config)
+    first = list(ways.values())[: _CANDIDATES - 4]
+    others = [config for config in ranked if config not in first][:3]
+    return list(dict.fromkeys((default_config(key), *first, *others)))
+
+
+def default_config(key: Mapping[str, int | str]) -> Config:
+    """The configuration for a shape that was not tuned: the best by the model whose splits, if any, XLA adds up. The exchange
+    in a cluster is faster, and chosen where a device's own table says that it is right there."""
+    for config in _ranked(key):
+        if config.splits > 1:
+            config = dataclasses.replace(config, reduce="after")
+        if _fits(make_plan(key, config)):
+            return config
+    raise AssertionError(f"no configuration fits {dict(key)}")
+
+
+def _ranked(key: Mapping[str, int | str]) -> list[Config]:
+    """All configurations within the limits of the device, each with as many stages as fit, the fastest first."""
+    few = int(key["tokens"]) <= 64
+    found = []
+    for rows, columns, splits, share in itertools.product((1, 2, 3, 4, 5), (1, 2), range(1, 9), (1, 2, 4)):
+        if splits * share > MAX_CLUSTER or (few and (columns > 1 or share > 1)):
+            continue
+        for block_k, resident in itertools.product((64, 128, 256), (1, 2)):
+            if resident > 1 and (rows > 1 or not few):
+                continue
+            config = Config(rows, columns, block_k, 1, splits, share, _CLUSTERS[splits * share] * resident)
+            limit = SHARED_BYTES if resident == 1 else _HALF_SHARED_BYTES
+            plan = make_plan(key, config)
+            stages = min(_MAX_STAGES, 1 + (limit - plan.shared_bytes) // plan.step_bytes)
+            if stages >= _MIN_STAGES and _fits(make_plan(key, config)):
+                found.append(dataclasses.replace(config, stages=stages))
+    return sorted(found, key=lambda config: _seconds(make_plan(key, config)))
+
+
+def _fits(plan: Plan) -> bool:
+    config = plan.config
+    registers = 240 if plan.warpgroups == 1 else min(240, (512 - COPY_REGISTERS) // plan.warpgroups)
+    return (
+        plan.tokens // TOKEN_BLOCK % config.share == 0
+        and plan.accumulators + _OTHER_REGISTERS <= registers
+        and plan.shared_bytes <= SHARED_BYTES
+    )
+
+
+def _seconds(plan: Plan) -> float:
+    """A rough time of a call beyond what every call pays; it orders configurations, the device decides."""
+    config = plan.config
+    resident = max(1, config.clusters // _CLUSTERS[config.cluster_size])
+    rounds = math.ceil(plan.tiles / plan.clusters)
+    steps = rounds * plan.steps
+    ctas = plan.clusters * config.cluster_size
+    step_weights = plan.pair * plan.tile_rows * config.block_k * 2
+    weights = plan.pair * plan.rows_out * plan.depth * 2
+    tokens = steps * ctas * plan.tokens * config.block_k * 2 / config.share
+    read = max(weights / _READ, steps * step_weights * resident / _READ_EACH, (weights + tokens) / _CACHE)
+    multiply = steps * step_weights * plan.tokens * resident / _MULTIPLY_EACH
+    # Each byte is written once; then a warpgroup reads its rows, and all of its tokens for each of a pair.
+    lines = plan.pair * plan.tile_rows * (1 + config.columns) + plan.tokens * (1 + plan.pair * config.rows)
+    shared = steps * lines * config.block_k * 2 * resident / _SHARED_EACH
+    exchange = 0.0
+    if config.splits > 1:
+        passes = plan.part // plan.piece
+        sums = rounds * plan.pair * plan.tile_rows * plan.tokens * 4
+        exchange = rounds * passes * _SPLIT + sums / _EXCHANGE_EACH
+    # Few stages stall more often, and how many odd clusters fit depends on which multiprocessors a card has.
+    doubts = 0.02 * (config.stages < 4) + 0.03 * (config.cluster_size & (config.cluster_size - 1) != 0)
+    total = max(read, multiply, shared) * (1 + doubts) + tokens / _TOKENS
+    return total + exchange + rounds * _TILE + plan.steps * _STEP

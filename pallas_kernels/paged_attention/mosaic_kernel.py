@@ -1,0 +1,392 @@
+"""The Mosaic GPU kernel of paged attention for few queries a row.
+
+Owns the device code. What it computes with is decided in `mosaic`: it must not know how a plan is chosen, nor what a tuning
+table is.
+
+One CTA takes one row (a request), one group of kv heads and one share of the row's keys. A page of the pool, seen as
+[K * page, H], holds the keys of several heads one after another, so that one TMA box brings `heads` heads of a page; a block
+is one such box or more (where pages are large, a part of each head's keys). The queries of all those heads are rows of one
+tile, so that one wgmma gives the scores of all of them against the block, and those where the head of the query is not the
+head of the key are masked: their weights are exactly zero, and the sum over all rows of the V block is exact. wgmma wants 64
+rows anyway; a tile of one head would be mostly padding.
+
+The online softmax is that of Milakov and Gimelshein (2018) as used by FlashAttention (Dao et al., 2022), in base 2; the split
+of one row's keys over several CTAs is that of Flash-Decoding (Dao et al., 2023).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention.mosaic_plan import FAR, LOG2E, TILE, Operands, Partials, Plan
+from pallas_kernels.paged_attention.mosaic_work import Work
+
+if TYPE_CHECKING:
+    from jax import Array
+
+NOTHING = -1e30
+"""The running maximum before anything was seen: finite, so that a masked score (-inf) has weight 0 and never gives NaN."""
+
+_ROWS = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a tile
+
+
+def attend(operands: Operands, plan: Plan, tokens: int, *, scale: float, soft_cap: float) -> Array | Partials:
+    """Attention of all rows: [T * groups, heads * members, H] if there is one split or a cluster combines them, else partials.
+
+    Only those entries of the result are written that belong to a query of a row with tokens; with `by_row` all are.
+    """
+    present = [name for name, value in operands._asdict().items() if value is not None]
+    grid = (operands.page_table.shape[0], plan.groups * plan.parts)
+    partial_rows = plan.tiles * TILE if plan.cluster else plan.used_rows
+    whole = jax.ShapeDtypeStruct((tokens * plan.groups, plan.heads * plan.members, plan.head_dim), operands.q.dtype)
+    partials = Partials(
+        jax.ShapeDtypeStruct((*grid, plan.splits, partial_rows, plan.head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((*grid, plan.splits, 2, plan.tiles * TILE), jnp.float32),
+    )
+    outputs: dict[str, Any] = {}
+    if plan.splits == 1 or plan.cluster:
+        outputs["out"] = whole
+    if plan.splits > 1:
+        outputs |= partials._asdict()
+
+    swizzle = plgpu.find_swizzle(plan.head_dim * 16)
+    tiled = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
+    block = (plan.stages, plan.block_rows, plan.head_dim)
+    dtype = operands.k.dtype
+    scratch: dict[str, Any] = {
+        "q_tile": plgpu.SMEM((plan.tiles * TILE, plan.head_dim), dtype, transforms=tiled),
+        # The results leave through the memory of the blocks, which are all used up by then.
+        "ring": plgpu.RefUnion(
+            [plgpu.SMEM(block, dtype, transforms=tiled), plgpu.SMEM(block, dtype, transforms=tiled)],
+            plgpu.SMEM((plan.tiles * TILE, plan.head_dim), jnp.float32),
+            plgpu.SMEM((plan.tiles * TILE, plan.head_dim // (plan.splits if plan.cluster else 1)), operands.q.dtype),
+        ),
+        "q_full": plgpu.Barrier(num_arrivals=plan.queries),
+        "k_full": plgpu.Barrier(num_arrivals=plan.copies, num_barriers=plan.stages),
+        "v_full": plgpu.Barrier(num_arrivals=plan.copies, num_barriers=plan.stages),
+    }
+    if plan.copier:
+        scratch["k_free"] = plgpu.Barrier(num_arrivals=plan.tiles, num_barriers=plan.stages)
+        scratch["v_free"] = plgpu.Barrier(num_arrivals=plan.tiles, num_barriers=plan.stages)
+    if plan.tiles > 1:
+        scratch["together"] = plgpu.Barrier(num_arrivals=plan.tiles)
+    if plan.cluster:
+        scratch["combined"] = plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=plan.tiles)
+    if plan.interpreted:
+        scratch["weights"] = plgpu.SMEM((plan.tiles * TILE, plan.block_rows), dtype)
+
+    def body(*refs: Any, **buffers: Any) -> None:
+        inputs = dict(zip(present, refs, strict=False))
+        results = dict(zip(outputs, refs[len(present) :], strict=True))
+        _Cta(plan, inputs, results, buffers, scale=scale, soft_cap=soft_cap).run()
+
+    threads = plan.tiles + plan.copier
+    split = {"cluster": (plan.splits,), "cluster_names": ("split",)} if plan.cluster else {}
+    result = plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        grid=grid if plan.cluster else (*grid, plan.splits),
+        grid_names=("row", "group") if plan.cluster else ("row", "group", "split"),
+        num_threads=threads if threads > 1 else None,
+        thread_name="warpgroup" if threads > 1 else None,
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        **split,
+    )(*(value for value in operands if value is not None))
+    return result[0] if "out" in outputs else Partials(*result)
+
+
+class _Cta(Work):
+    """The program of one CTA, while it is traced: what its warpgroups do."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        inputs: dict[str, Any],
+        results: dict[str, Any],
+        buffers: dict[str, Any],
+        *,
+        scale: float,
+        soft_cap: float,
+    ) -> None:
+        super().__init__(plan, inputs, buffers)
+        self.results, self.scale, self.soft_cap = results, scale, soft_cap
+
+    def run(self) -> None:
+        plan = self.plan
+        if not plan.copier:
+            self._compute(0)
+            return
+        warpgroup = lax.axis_index("warpgroup")
+        pl.when(warpgroup == plan.tiles)(self.copy_all)
+        pl.when(warpgroup < plan.tiles)(functools.partial(self._compute, warpgroup))
+
+    # ---- softmax
+
+    def _compute(self, tile: Array | int) -> None:
+        plan = self.plan
+        if plan.copier and plan.tiles > 1:
+            plgpu.set_max_registers(232, action="increase")
+        if plan.tiles == 1:
+            self.fetch_queries()
+        else:
+            pl.when(tile == 0)(self.fetch_queries)
+        stages = plan.stages
+        ids: tuple[Array, ...] = ()
+        if not plan.copier:
+            self.fetch_first()
+            ids = self.page_starts(jnp.int32(stages))
+
+        shape = (TILE, plan.block_rows)
+        own = _multiple(tile * TILE, TILE)
+        offsets, last, slope = self._row_data(shape, own)
+        plgpu.barrier_wait(self.buffers["q_full"])
+        q_tile = self.buffers["q_tile"].at[pl.ds(own, TILE)]
+
+        def refill(name: str, index: Array, slot: Array, ids: tuple[Array, ...]) -> None:
+            if plan.copier:
+                plgpu.barrier_arrive(self.buffers[f"{name}_free"].at[slot])
+                return
+
+            @pl.when(index + stages < self.steps)
+            def _() -> None:
+                self.fetch(name, index + stages, ids, slot)
+
+        def step(index: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            acc, peak, total, ids = carry
+            later = () if plan.copier else self.page_starts(index + stages + 1)
+            slot = lax.rem(index, jnp.int32(stages))
+            base = (self.first + index) * plan.block
+            plgpu.barrier_wait(self.buffers["k_full"].at[slot])
+
+            def multiply(scores: Any) -> Array:
+                plgpu.wgmma(scores, q_tile, self.k_ring.at[slot].transpose((1, 0)))
+                return scores[...]
+
+            scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+            refill("k", index, slot, ids)
+            scores = self._biased(scores, base, offsets, last, slope, tile)
+            limit = last + (1 - base)
+            seen = (offsets < _across(limit, shape)) & (offsets >= _across(limit - self.reach, shape))
+            scores = jnp.where(seen, scores, -jnp.inf)
+
+            new_peak = jnp.maximum(peak, scores.max(axis=1))
+            decay = jnp.exp2(peak - new_peak)
+            weights = jnp.exp2(scores - _across(new_peak, shape))
+            total = total * decay + weights.sum(axis=1)
+            acc = acc * _across(decay, acc.shape)
+
+            plgpu.barrier_wait(self.buffers["v_full"].at[slot])
+            edge = (base < self.seen) | (base + plan.block > self.end)
+            pl.when(edge)(functools.partial(self._clean, slot, base, tile))
+            acc = self._add_values(acc, weights.astype(self.v_ring.dtype), slot, own)
+            refill("v", index, slot, ids)
+            return acc, new_peak, total, later
+
+        empty = (
+            plgpu.layout_cast(jnp.zeros((TILE, plan.head_dim), jnp.float32), plgpu.Layout.WGMMA),
+            plgpu.layout_cast(jnp.full((TILE,), NOTHING, jnp.float32), _ROWS),
+            plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), _ROWS),
+            ids,
+        )
+        acc, peak, total, _ = lax.fori_loop(jnp.int32(0), self.steps, step, empty)
+        self._meet()
+        if plan.splits == 1:
+            inverse = 1.0 / jnp.where(total > 0.0, total, 1.0)
+            self._store_whole(acc * _across(inverse, acc.shape), tile, own)
+            return
+        self._store_partial(acc, peak, total, tile, own)
+        if plan.cluster:
+            self._fence()
+            plgpu.barrier_arrive(self.buffers["combined"])
+            plgpu.barrier_wait(self.buffers["combined"])
+            self._fence()
+            self._combine(tile, own)
+
+    def _fence(self) -> None:
+        """Orders the cluster's partial results, which the copy engine and threads wrote to device memory, around its barrier:
+        the barrier itself only orders shared memory."""
+
+        @plgpu.inline_mgpu()
+        def fence(_: Any) -> None:
+            mgpu_utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
+            mgpu_utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
+            mgpu_utils.warpgroup_barrier()
+
+        if not self.plan.interpreted:
+            fence()
+
+    def _row_data(self, shape: tuple[int, int], own: Array | int) -> tuple[Array, Array, Array | None]:
+        """What does not change from block to block: the offset of each key in its block, far away where the key's head is not
+        the query's; the last key that each tile row sees; its ALiBi slope."""
+        plan = self.plan
+
+        def head_and_query(layout: Any, size: tuple[int, ...]) -> tuple[Array, Array]:
+            index = plgpu.broadcasted_iota(jnp.int32, size, 0, layout=layout) + own
+            query = lax.div(index, jnp.int32(plan.rows))
+            return lax.div(index - query * plan.rows, jnp.int32(plan.members)), query
+
+        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+        offsets = column
+        if plan.heads > 1:
+            head, offsets = self._head_and_key(column)
+            offsets = jnp.where(head == head_and_query(plgpu.Layout.WGMMA, shape)[0], offsets, FAR)
+        _, query = head_and_query(_ROWS, (TILE,))
+        slope = None
+        if "slopes" in self.inputs:
+            slope = plgpu.load(self.inputs["slopes"].at[self.group, pl.ds(own, TILE)], layout=_ROWS, optimized=False)
+        return offsets, query + self.position, slope
+
+    def _head_and_key(self, row: Array) -> tuple[Array, Array]:
+        """The head, of the group, and the key, of the block, in a row of a block: (page, head, key of the page)."""
+        plan = self.plan
+        piece = min(plan.page, plan.block)
+        box = lax.div(row, jnp.int32(plan.heads * piece))
+        in_box = row - box * (plan.heads * piece)
+        head = lax.div(in_box, jnp.int32(piece))
+        return head, box * piece + in_box - head * piece
+
+    def _biased(self, scores: Array, base: Array, offsets: Array, last: Array, slope: Array | None, tile: Array | int) -> Array:
+        """Scaled, capped and biased scores, in units of log 2."""
+        plan, shape = self.plan, scores.shape
+        if self.soft_cap:
+            # tanh(x) as 1 - 2 / (exp(2 x) + 1): the hardware's own tanh is off by up to 5e-4.
+            power = jnp.exp2(scores * (2 * LOG2E * self.scale / self.soft_cap))
+            scores = (LOG2E * self.soft_cap) - (2 * LOG2E * self.soft_cap) / (power + 1.0)
+        else:
+            scores = scores * (self.scale * LOG2E)
+        if slope is not None:
+            distance = offsets.astype(jnp.float32) + _across((base - last).astype(jnp.float32), shape)
+            scores = scores + _across(slope, shape) * distance
+        if "bias" in self.inputs:
+            strips = self.inputs["bias"]
+            start = lax.max(plan.strip_start - (self.position - base), jnp.int32(0))
+            odd = lax.rem(start, jnp.int32(2))
+            window = strips.at[odd, self.group, pl.ds(tile * TILE, TILE), pl.ds(start - odd, plan.block)]
+            scores = scores + plgpu.load(window, layout=plgpu.Layout.WGMMA, optimized=False)
+        return scores
+
+    def _add_values(self, acc: Array, weights: Array, slot: Array, own: Array | int) -> Array:
+        values = self.v_ring.at[slot]
+        if self.plan.interpreted:  # the interpreter multiplies only what lies in shared memory
+            buffer = self.buffers["weights"].at[pl.ds(own, TILE)]
+            buffer[...] = weights
+            plgpu.commit_smem()
+
+            def product(result: Any) -> Array:
+                plgpu.wgmma(result, buffer, values)
+                return result[...]
+
+            return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+        return pl.run_state(lambda result: plgpu.wgmma(result, weights, values))(plgpu.ACC.init(acc))
+
+    def _clean(self, slot: Array, base: Array, tile: Array | int) -> None:
+        """Zeroes the values of keys that no query sees: a weight of 0 does not silence a NaN."""
+        plan = self.plan
+
+        def clean() -> None:
+            for first in range(0, plan.block_rows, TILE):
+                part = self.v_ring.at[slot, pl.ds(first, TILE)]
+                shape = (TILE, plan.head_dim)
+                row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + first
+                key = base + self._head_and_key(row)[1]
+                values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+                zero = jnp.zeros((), values.dtype)
+                part[...] = jnp.where((key >= self.seen) & (key < self.end), values, zero)
+            plgpu.commit_smem()
+
+        if plan.tiles == 1:
+            clean()
+        else:
+            pl.when(tile == 0)(clean)
+            self._meet()
+
+    def _meet(self) -> None:
+        """Waits until all compute warpgroups are here."""
+        if self.plan.tiles > 1:
+            plgpu.barrier_arrive(self.buffers["together"])
+            plgpu.barrier_wait(self.buffers["together"])
+
+    # ---- results
+
+    def _each_tile(self, tile: Array | int, store: Any) -> None:
+        if self.plan.tiles == 1:
+            store(0)
+            return
+        for index in range(self.plan.tiles):
+            pl.when(tile == index)(functools.partial(store, index))
+
+    def _store_whole(self, result: Array, tile: Array | int, own: Array | int, columns: Any = None) -> None:
+        """Results [64, H], or some columns of them, to where their tokens are."""
+        plan = self.plan
+        out = self.results["out"]
+        self.out_stage[pl.ds(own, TILE)] = result.astype(out.dtype)
+        plgpu.commit_smem()
+
+        def store(index: int) -> None:
+            for row, query, head, heads in plan.pieces(index):
+                source = self.out_stage.at[pl.ds(index * TILE + row, heads)]
+                entry = (self.first_token + query) * plan.groups + self.group
+                target = out.at[entry, pl.ds(head, heads)]
+                target = target if columns is None else target.at[:, columns]
+                pl.when(query < self.live)(functools.partial(plgpu.copy_smem_to_gmem, source, target))
+
+        self._each_tile(tile, store)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _store_partial(self, acc: Array, peak: Array, total: Array, tile: Array | int, own: Array | int) -> None:
+        stats = self.results["stats"].at[self.place]
+        stats[0, pl.ds(own, TILE)] = peak
+        stats[1, pl.ds(own, TILE)] = total
+        self.stage[pl.ds(own, TILE)] = acc
+        plgpu.commit_smem()
+
+        def store(index: int) -> None:
+            rows = min(TILE, self.plan.used_rows - index * TILE)
+            place = pl.ds(index * TILE, rows)
+            plgpu.copy_smem_to_gmem(self.stage.at[place], self.results["acc"].at[self.place].at[place])
+
+        self._each_tile(tile, store)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _combine(self, tile: Array | int, own: Array | int) -> None:
+        """This CTA's columns of the row's result, from the partial results of the whole cluster."""
+        plan = self.plan
+        width = plan.head_dim // plan.splits
+        columns = pl.ds(_multiple(self.split * width, 8), width)
+        row, group, _ = self.place
+
+        def stat(split: int, which: int) -> Array:
+            source = self.results["stats"].at[row, group, split, which, pl.ds(own, TILE)]
+            return plgpu.load(source, layout=_ROWS, optimized=False)
+
+        def part(split: int) -> Array:
+            source = self.results["acc"].at[row, group, split, pl.ds(own, TILE), columns]
+            return plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
+
+        peaks = [stat(split, 0) for split in range(plan.splits)]
+        totals = [stat(split, 1) for split in range(plan.splits)]
+        peak = functools.reduce(jnp.maximum, peaks)
+        factors = [jnp.exp2(one - peak) for one in peaks]
+        total = functools.reduce(jnp.add, [one * factor for one, factor in zip(totals, factors, strict=True)])
+        inverse = 1.0 / jnp.where(total > 0.0, total, 1.0)
+        shape = (TILE, width)
+        parts = [part(split) * _across(factor * inverse, shape) for split, factor in enumerate(factors)]
+        self._store_whole(functools.reduce(jnp.add, parts), tile, own, columns)
+
+
+def _across(x: Array, shape: tuple[int, int]) -> Array:
+    """One value a row, repeated over the columns."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def _multiple(x: Array | int, of: int) -> Array | int:
+    return x if isinstance(x, int) else pl.multiple_of(x, of)

@@ -1,0 +1,171 @@
+"""The numeric smoke test: each kernel that may be chosen here, on one small shape, against its reference on the same device.
+
+Owns the probes and the measure of an error. Drivers and compilers have given wrong numbers without a word
+(jax-ml/jax#40633), so whoever serves runs `check` first. Must not know who that is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import tuning
+from pallas_kernels.dispatch import REFERENCE, Operation
+from pallas_kernels.fused_layer import FUSED_LAYER, MEETINGS, LayerParams, NextParams
+from pallas_kernels.matmul import DENSE, GATED_DENSE, RESIDUAL_DENSE
+from pallas_kernels.paged_attention import PAGED_ATTENTION
+from pallas_kernels.paged_attention.shapes import Case, make_inputs
+
+if TYPE_CHECKING:
+    from jax import Array
+
+TOLERANCE = 0.05
+"""Largest error of `worst_error` that rounding to bfloat16 explains: the output is rounded by 0.4 % of itself, and so are the
+operands and what lies between two fused operations. A wrong element is off by about 1."""
+
+
+class WrongNumbers(ArithmeticError):
+    """An implementation differs from its reference by more than rounding. The message names it, the shape and the error."""
+
+
+class Call(NamedTuple):
+    """The arguments of one call of an operation."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Probe(NamedTuple):
+    """An operation, what makes a small call of it from a random generator, and what of a call's result counts."""
+
+    operation: Operation
+    make: Callable[[np.random.Generator], Call]
+    result: Callable[[Any], Any] = lambda result: result
+
+
+def worst_error(got: Any, expected: Any) -> Array:
+    """The largest |got - expected|, over |expected| or over its root mean square along the last axis, whichever is larger: a
+    float32 scalar.
+
+    Trees of arrays. Infinite where anything is not finite, and where something stands in place of a row of zeros.
+    """
+    worst = jnp.float32(0)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        one, other = one.astype(jnp.float32), other.astype(jnp.float32)
+        size = jnp.sqrt(jnp.mean(jnp.square(other), axis=-1, keepdims=True))
+        error = jnp.where(one == other, 0.0, jnp.abs(one - other) / jnp.maximum(size, jnp.abs(other)))
+        worst = jnp.maximum(worst, jnp.where(jnp.isfinite(error), error, jnp.inf).max())
+    return worst
+
+
+def reference(operation: Operation, call: Call) -> Any:
+    """The reference's result for the same call with every floating argument widened to float32."""
+    args, kwargs = jax.tree.map(_widened, (call.args, call.kwargs))
+    return operation(*args, implementation=REFERENCE, **kwargs)
+
+
+def check(probes: Sequence[Probe] | None = None) -> list[str]:
+    """Compare every implementation that the tuning table of this device names, in its default configuration, with its
+    reference; returns what was compared. (`bench.kernels --tune` compares each configuration before it enters the table.)
+
+    Probes default to those of all operations. Each compiles a small program.
+    Raises WrongNumbers for the first that is wrong; the message has the seed of its numbers.
+    """
+    compared = []
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    for operation, make, result in PROBES if probes is None else probes:
+        for name in sorted({entry["implementation"] for entry in tuning.entries(operation.name)} - {REFERENCE}):
+            call = make(np.random.default_rng(seed))
+            got = result(operation(*call.args, implementation=name, **call.kwargs))
+            error = float(worst_error(got, result(reference(operation, call))))
+            if not error <= TOLERANCE:
+                size = f"{error:.2g} of itself or of a token's root mean square"
+                if math.isinf(error):
+                    size = "NaN, infinity, or something where zeros must be"
+                raise WrongNumbers(
+                    f"{operation.name}: {name} differs from {REFERENCE} by {size} (allowed {TOLERANCE}) "
+                    f"for {_shapes(call)}, seed {seed}"
+                )
+            compared.append(f"{operation.name}/{name}")
+    return compared
+
+
+def _dense(random: np.random.Generator) -> Call:
+    x, w = random.standard_normal((24, 1024)), random.standard_normal((1024, 1024))
+    return Call((jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16), None), {"out_dtype": None})
+
+
+def _residual_dense(random: np.random.Generator) -> Call:
+    x, w, _ = _dense(random).args
+    return Call((x, w, jnp.asarray(random.standard_normal(x.shape), jnp.bfloat16), None), {})
+
+
+def _gated_dense(random: np.random.Generator) -> Call:
+    x, w, _ = _dense(random).args
+    return Call((x, w, "silu"), {})
+
+
+def _decode_attention(random: np.random.Generator) -> Call:
+    lengths = (0, 1, 15, 16, 17, 64, 65, 300)
+    case = Case(
+        name="probe",
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=128,
+        page_size=16,
+        rows=tuple((length, min(length, 1)) for length in lengths),
+        decode=True,
+        layers=2,
+        layer=1,
+    )
+    inputs, offset = make_inputs(case, seed=int(random.integers(2**31)))
+    floats, ints = inputs[:3], inputs[3:]
+    args = (*(jnp.asarray(a, jnp.bfloat16) for a in floats), *map(jnp.asarray, ints))
+    kwargs = {"page_offset": jnp.int32(offset), "scale": case.scale, "window": 0, "soft_cap": 0.0, "decode": True}
+    return Call(args, kwargs)
+
+
+_LAYER_TOKENS = 8
+
+
+def _layer(random: np.random.Generator) -> Call:
+    """Large enough that the kernel's ring of weights goes round three times."""
+    hidden, mlp, qkv = 1024, 2816, 1536
+
+    def normal(*shape: int) -> Array:
+        return jnp.asarray(random.standard_normal(shape) * shape[-1] ** -0.5, jnp.bfloat16)
+
+    norm = jnp.asarray(random.uniform(0.5, 1.5, hidden), jnp.float32)
+    params = LayerParams(normal(hidden, hidden), None, norm, normal(2 * mlp, hidden), None, normal(hidden, mlp), None)
+    following = NextParams(norm, normal(qkv, hidden), normal(qkv))
+    stream = jnp.asarray(random.standard_normal((2, _LAYER_TOKENS, hidden)), jnp.bfloat16)
+    meetings = jnp.zeros((2 * MEETINGS,), jnp.int32)
+    return Call((stream[0], stream[1], meetings, jnp.int32(1), params, following), {"activation": "silu", "eps": 1e-5})
+
+
+def _layer_result(result: Any) -> Any:
+    return [part[:_LAYER_TOKENS] for part in result[:2]]
+
+
+PROBES = (
+    Probe(DENSE, _dense),
+    Probe(RESIDUAL_DENSE, _residual_dense),
+    Probe(GATED_DENSE, _gated_dense),
+    Probe(PAGED_ATTENTION, _decode_attention),
+    Probe(FUSED_LAYER, _layer, _layer_result),
+)
+
+
+def _widened(leaf: Any) -> Any:
+    floating = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return leaf.astype(jnp.float32) if floating else leaf
+
+
+def _shapes(call: Call) -> str:
+    arrays = [leaf for leaf in jax.tree.leaves((call.args, call.kwargs)) if isinstance(leaf, jax.Array) and leaf.ndim]
+    return ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)

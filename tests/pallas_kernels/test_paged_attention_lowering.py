@@ -1,0 +1,109 @@
+"""The Mosaic kernel lowered for an H200 on a machine without one: layouts, copies, wgmma and shared memory of what is served."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_kernels.paged_attention import mosaic
+from pallas_kernels.paged_attention.mosaic import Config
+
+H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132))
+
+LLAMA_8B, QWEN_1_5B, SMOLLM2 = (32, 8, 128), (12, 2, 128), (9, 3, 64)
+
+
+def lowered(model, page, rows, queries=1, config=None, context=2048, alibi=False, bias_width=0, soft_cap=0.0, layers=1):
+    heads, kv_heads, head_dim = model
+
+    def array(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    pool = array(4 * rows * context // page, kv_heads, page, head_dim, dtype=jnp.bfloat16)
+    arguments = (
+        array(rows * queries, heads, head_dim, dtype=jnp.bfloat16),
+        pool,
+        pool,
+        array(rows, context // page),
+        array(rows),
+        array(rows + 1),
+        array(heads, dtype=jnp.float32) if alibi else None,
+        array(heads, bias_width, dtype=jnp.float32) if bias_width else None,
+        array(layers),
+    )
+
+    def step(q, k, v, table, lengths, starts, slopes, bias, windows):
+        results = []
+        for layer in range(layers):
+            result = mosaic.paged_attention(
+                q,
+                k,
+                v,
+                table,
+                lengths,
+                starts,
+                page_offset=layer * 7,
+                scale=head_dim**-0.5,
+                window=windows[layer],
+                soft_cap=soft_cap,
+                decode=queries == 1,
+                max_queries=queries,
+                alibi_slopes=slopes,
+                relative_bias=bias,
+                config=config,
+            )
+            results.append(result)
+        return results
+
+    with jax.sharding.use_abstract_mesh(H200):
+        return jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "page", "rows", "queries", "options"),
+    [
+        (LLAMA_8B, 16, 128, 1, {}),
+        (LLAMA_8B, 64, 128, 1, {}),
+        (LLAMA_8B, 16, 32, 1, {"config": Config(4, 16, 6, 4, "cluster", copier=True)}),
+        (LLAMA_8B, 32, 8, 8, {}),
+        (LLAMA_8B, 16, 8, 8, {"config": Config(4, 16, 3)}),
+        (LLAMA_8B, 16, 8, 1, {"config": Config(4, 16, 3, 16, "separate"), "context": 8192}),
+        (QWEN_1_5B, 16, 256, 1, {"context": 256}),
+        (SMOLLM2, 16, 1, 1, {"context": 512}),
+        (SMOLLM2, 64, 8, 5, {"alibi": True}),
+        ((32, 32, 80), 16, 8, 1, {}),
+        ((32, 32, 96), 32, 8, 2, {"soft_cap": 30.0}),
+        ((16, 8, 192), 16, 8, 1, {}),
+        ((16, 8, 256), 64, 8, 3, {}),
+        ((71, 1, 64), 16, 4, 3, {}),
+        ((12, 12, 64), 16, 8, 1, {"bias_width": 128}),
+    ],
+)
+def test_production_configs_lower(model, page, rows, queries, options):
+    assert "mosaic_gpu" in lowered(model, page, rows, queries, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("page", [16, 32, 64])
+@pytest.mark.parametrize("model", [LLAMA_8B, QWEN_1_5B, SMOLLM2, (32, 32, 80), (32, 32, 96), (16, 8, 192), (16, 8, 256)])
+def test_the_default_of_every_shape_lowers(model, page, rows):
+    for queries in (1, 4, 8):
+        assert "mosaic_gpu" in lowered(model, page, rows, queries)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("rows", [8, 32, 128])
+def test_every_candidate_of_the_8b_lowers(rows, page):
+    shape = mosaic.Shape(rows, 1, *LLAMA_8B, page, 2048, 0)
+    for config in mosaic.candidates(shape._asdict()):
+        assert "mosaic_gpu" in lowered(LLAMA_8B, page, rows, config=config)
+
+
+def test_all_layers_call_one_kernel():
+    """Traced and lowered once, not once a layer; the layer and its window are arguments."""
+    text = lowered(LLAMA_8B, 16, 8, layers=3)
+    assert text.count("call @_paged_attention") == 3
+    assert text.count("func.func private @_paged_attention") == 1
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
