@@ -291,6 +291,14 @@ def _load(ref: Any, layout: Any) -> Array:
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
+def _store(ref: Any, value: Array) -> None:
+    """From JAX 0.12 on a store that leaves parts of sectors, as these do, must say that it means to."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
 def _add_to_stream(cta: Array, at: Any, multiply: Any, stream: Any, norm: Any, new_stream: Any, x: Any, squares: Any) -> None:
     """Residual addition, and what the next matmul reads: the stream times the norm's weight; and sums of squares."""
 
@@ -298,10 +306,10 @@ def _add_to_stream(cta: Array, at: Any, multiply: Any, stream: Any, norm: Any, n
     weight = _load(norm.at[at[1]], plgpu.Layout.WGMMA.reduce(0))
     [result] = multiply()
     new = (result + old.astype(jnp.float32)).astype(stream.dtype)
-    new_stream[at] = new
+    _store(new_stream.at[at], new)
     wide = new.astype(jnp.float32)
-    x[at] = (wide * lax.broadcast_in_dim(weight, wide.shape, [1])).astype(x.dtype)
-    squares[:, cta] = (wide * wide).sum(axis=1)
+    _store(x.at[at], (wide * lax.broadcast_in_dim(weight, wide.shape, [1])).astype(x.dtype))
+    _store(squares.at[:, cta], (wide * wide).sum(axis=1))
 
 
 def _factor(plan: _Plan, squares: Any) -> Array:
@@ -313,7 +321,7 @@ def _gate(plan: _Plan, at: Any, multiply: Any, squares: Any, gated: Any) -> None
     factor = _factor(plan, squares)
     gate, up = multiply()
     factor = lax.broadcast_in_dim(factor, gate.shape, [0])
-    gated[at] = (_ACTIVATIONS[plan.activation](gate * factor) * (up * factor)).astype(gated.dtype)
+    _store(gated.at[at], (_ACTIVATIONS[plan.activation](gate * factor) * (up * factor)).astype(gated.dtype))
 
 
 def _scale(plan: _Plan, at: Any, multiply: Any, squares: Any, bias: Any, out: Any) -> None:
@@ -323,7 +331,7 @@ def _scale(plan: _Plan, at: Any, multiply: Any, squares: Any, bias: Any, out: An
     result = result * lax.broadcast_in_dim(factor, result.shape, [0])
     if added is not None:
         result = result + lax.broadcast_in_dim(added, result.shape, [1])
-    out[at] = result.astype(out.dtype)
+    _store(out.at[at], result.astype(out.dtype))
 
 
 _LOG2_E = 1.4426950408889634

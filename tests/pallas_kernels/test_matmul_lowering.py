@@ -73,7 +73,7 @@ def key_of(kind, tokens, out, depth):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tokens", [8, 256])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_candidate_lowers(name, tokens):
     kind, out, depth = SHAPES[name]

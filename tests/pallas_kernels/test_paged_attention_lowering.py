@@ -84,17 +84,16 @@ def test_production_configs_lower(model, page, rows, queries, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("rows", [1, 32, 256])
 @pytest.mark.parametrize("page", [16, 32, 64])
 @pytest.mark.parametrize("model", [LLAMA_8B, QWEN_1_5B, SMOLLM2, (32, 32, 80), (32, 32, 96), (16, 8, 192), (16, 8, 256)])
 def test_the_default_of_every_shape_lowers(model, page, rows):
-    for queries in (1, 4, 8):
+    for queries in (1, 8):
         assert "mosaic_gpu" in lowered(model, page, rows, queries)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize("rows", [8, 32, 128])
+@pytest.mark.parametrize(("rows", "page"), [(8, 16), (32, 64), (128, 16)])
 def test_every_candidate_of_the_8b_lowers(rows, page):
     shape = mosaic.Shape(rows, 1, *LLAMA_8B, page, 2048, 0)
     for config in mosaic.candidates(shape._asdict()):
