@@ -234,9 +234,9 @@ def _attention_group(
 def layer_groups(model: str, tokens: Sequence[int] = (8, 32, 64, 16)) -> Iterator[Group]:
     """A layer from one attention to the next, in the middle of the model and at its end."""
     config = preset_config(model)
-    q, kv, hidden, mlp = config.num_heads * config.head_dim, config.num_kv_heads, config.hidden_size, config.mlp_size
-    qkv, dtype = q + 2 * kv * config.head_dim, jnp.dtype(config.dtype)
-    sizes = {"out": (hidden, q), "gate_up": (2 * mlp, hidden), "down": (hidden, mlp), "qkv": (qkv, hidden)}
+    dtype = jnp.dtype(config.dtype)
+    sizes = {name: (out, contracted) for name, (out, contracted, _) in _parts(model).items() if name != "head"}
+    (hidden, q), (qkv, _) = sizes["out"], sizes["qkv"]
     for rank, last in enumerate((False, True)):
         read = sum(n * k for name, (n, k) in sizes.items() if not (last and name == "qkv")) * dtype.itemsize
 

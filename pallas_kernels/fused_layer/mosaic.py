@@ -76,11 +76,12 @@ def make_phase(columns: int, contraction: int, *, parts: int = 1, ctas: int) -> 
     return Phase(columns, width, parts, boxes, total // boxes)
 
 
-def plan_phases(hidden: int, mlp: int, attention: int, next_size: int | None, ctas: int) -> tuple[Phase, ...]:
-    """Output projection, gate and up, down, and the next layer's q, k, v where there is one."""
+def plan_phases(key: Mapping[str, int | str], ctas: int) -> tuple[Phase, ...]:
+    """Output projection, gate and up, down, and the next layer's q, k, v where there is one; of a `shape_key`."""
+    hidden, mlp, attention, next_size = (int(key[name]) for name in ("hidden", "mlp", "attention", "next"))
     cut = functools.partial(make_phase, ctas=ctas)
     phases = (cut(hidden, attention), cut(mlp, hidden, parts=2), cut(hidden, mlp))
-    return phases if next_size is None else (*phases, cut(next_size, hidden))
+    return (*phases, cut(next_size, hidden)) if next_size else phases
 
 
 def shape_key(
@@ -112,10 +113,8 @@ def shape_key(
 
 def candidates(key: Mapping[str, int | str]) -> list[Config]:
     """Configurations worth timing, the one by rule first."""
-    tokens, hidden = int(key["tokens"]), int(key["hidden"])
-    sizes = hidden, int(key["mlp"]), int(key["attention"]), int(key["next"]) or None
-    phases = plan_phases(*sizes, Config().ctas)
-    fitting = [n for n in (8, 6, 5, 4, 3, 2) if stages_of(phases, _padded(tokens), n) >= MIN_STAGES]
+    tokens, phases = _padded(int(key["tokens"])), plan_phases(key, Config().ctas)
+    fitting = [n for n in (8, 6, 5, 4, 3, 2) if stages_of(phases, tokens, n) >= MIN_STAGES]
     return [Config(x_stages=n) for n in fitting]
 
 
@@ -143,25 +142,21 @@ def fused_layer(
     activation: str,
     eps: float,
     config: Config | None = None,
-    interpret: bool = False,
 ) -> tuple[Array, Array | None, Array]:
-    """See `pallas_kernels.fused_layer.fused_layer`; its results have 64 rows.
-
-    interpret: for Pallas's interpreter, whose CTAs run one after the other and could not meet: one kernel a matmul.
-    """
+    """See `pallas_kernels.fused_layer.fused_layer`; its results have 64 rows."""
     key = shape_key(attention, residual, meetings, layer, params, following, activation=activation, eps=eps)
-    tokens, hidden, mlp = attention.shape[0], int(key["hidden"]), int(key["mlp"])
+    tokens, hidden = attention.shape[0], int(key["hidden"])
     if tokens > TOKENS:
         raise UnsupportedShape(f"at most {TOKENS} tokens, got {tokens}")
-    sizes = (hidden, mlp, attention.shape[1]) + ((following.qkv.shape[0],) if following else ())
-    if any(size % STEP for size in sizes[:3]) or any(size % 8 for size in sizes):
+    sizes = [int(key[name]) for name in ("hidden", "mlp", "attention", "next")]
+    if any(size % STEP for size in sizes[:3]) or sizes[3] % 8:
         raise UnsupportedShape(f"sizes must be multiples of {STEP}, got {sizes}")
     if config is None:
         found = candidates(key)
         if not found:
             raise UnsupportedShape(f"no room for the activations of {tokens} tokens beside the weights")
         config = found[0]
-    phases = plan_phases(hidden, mlp, attention.shape[1], following.qkv.shape[0] if following else None, config.ctas)
+    phases = plan_phases(key, config.ctas)
     cores = tuning.cores()
     if cores is not None and config.ctas > cores:
         raise UnsupportedShape(f"{config.ctas} CTAs must be resident at once, the device has {cores} multiprocessors")
@@ -175,6 +170,6 @@ def fused_layer(
 
     new, qkv, meetings = run_layer(
         attention, residual, meetings, layer, params, following,
-        phases=phases, activation=activation, eps=eps, config=config, interpret=interpret,
+        phases=phases, activation=activation, eps=eps, config=config, interpreted=tuning.target() is None,
     )  # fmt: skip
     return new, qkv if following else None, meetings

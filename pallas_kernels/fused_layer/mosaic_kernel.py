@@ -65,7 +65,7 @@ def _meet(count: int, *, wait: bool) -> Any:
     return await_all if wait else arrive
 
 
-@functools.partial(jax.jit, static_argnames=("phases", "activation", "eps", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("phases", "activation", "eps", "config", "interpreted"))
 def run_layer(
     attention: Array,
     residual: Array,
@@ -78,9 +78,12 @@ def run_layer(
     activation: str,
     eps: float,
     config: Config,
-    interpret: bool,
+    interpreted: bool,
 ) -> tuple[Array, Array, Array]:
-    """The kernel. Jitted so that a model lowers it once, not once a layer."""
+    """The kernel. Jitted so that a model lowers it once, not once a layer.
+
+    interpreted: for Pallas's interpreter, whose CTAs run one after the other and could not meet: one kernel a matmul.
+    """
     tokens, (hidden, mlp) = attention.shape[0], params.down.shape
     x_total, stages = x_rows_of(phases, tokens, config.x_stages), stages_of(phases, tokens, config.x_stages)
     dtype = residual.dtype
@@ -120,7 +123,7 @@ def run_layer(
         )(*operands, meetings_ref, *state)
 
     meetings_ref = jax.new_ref(meetings)
-    if not interpret:
+    if not interpreted:
         new_residual, out, *_ = run(plan, meetings_ref)
         return new_residual, out, jax.freeze(meetings_ref)
     state = [jax.new_ref(jnp.full(t.shape, jnp.nan, t.dtype)) for t in out_type]
@@ -145,7 +148,7 @@ def _body(plan: _Plan, *refs: Any) -> None:
         count = jnp.int32(0)
         for i, phase in phases:
             _copy_weights(plan, phase, cta, count, (w_out, w_gate_up, w_down, w_next)[i], ws, w_full[i], w_empty)
-            count = count + _slots(phase, cta)
+            count = count + _steps(phase, cta) * phase.parts
         _drain(count, w_empty, plan.stages)
 
     @pl.when(wg == 1)
@@ -155,7 +158,7 @@ def _body(plan: _Plan, *refs: Any) -> None:
             if i:
                 meet(i - 1, wait=True)
             _copy_activations(plan, phase, cta, count, (attention, x, gated, x)[i], xs, x_full[i], x_empty)
-            count = count + lax.div(_slots(phase, cta), jnp.int32(phase.parts))
+            count = count + _steps(phase, cta)
         _drain(count, x_empty, plan.config.x_stages)
 
     @pl.when(wg == 2)
@@ -180,8 +183,8 @@ def _body(plan: _Plan, *refs: Any) -> None:
                 else:
                     _scale(plan, at, multiply, squares.at[1], bias, out)
 
-            count = count + _slots(phase, cta)
-            x_count = x_count + lax.div(_slots(phase, cta), jnp.int32(phase.parts))
+            count = count + _steps(phase, cta) * phase.parts
+            x_count = x_count + _steps(phase, cta)
             if i < len(plan.phases) - 1:
                 meet(i, wait=False)
 
@@ -190,9 +193,9 @@ def _first_column(phase: Phase, cta: Array) -> Array:
     return pl.multiple_of(lax.min(cta * phase.width, jnp.int32(phase.columns - phase.width)), 8)
 
 
-def _slots(phase: Phase, cta: Array) -> Array:
-    """Slots of weights that a CTA goes through in a phase."""
-    return jnp.where(cta < phase.owners, phase.steps * phase.parts, 0)
+def _steps(phase: Phase, cta: Array) -> Array:
+    """Steps that a CTA goes through in a phase; each takes one of activations and `parts` slots of weights."""
+    return jnp.where(cta < phase.owners, phase.steps, 0)
 
 
 def _drain(count: Array, empty: Any, stages: int) -> None:
@@ -215,7 +218,7 @@ def _copy_weights(plan: _Plan, phase: Phase, cta: Array, count: Array, source: A
     """A CTA's weights of one matmul into the ring, behind `count` slots of others."""
     first = _first_column(phase, cta)
 
-    @pl.loop(0, _slots(phase, cta))
+    @pl.loop(0, _steps(phase, cta) * phase.parts)
     def _(at: Array) -> None:
         slot = _await_room(count + at, empty, plan.stages)
         step, part = lax.div(at, jnp.int32(phase.parts)), lax.rem(at, jnp.int32(phase.parts))
@@ -233,7 +236,7 @@ def _x_row(plan: _Plan, slot: Array, box: int) -> Array:
 
 
 def _copy_activations(plan: _Plan, phase: Phase, cta: Array, count: Array, source: Any, ring: Any, full: Any, empty: Any) -> None:
-    @pl.loop(0, lax.div(_slots(phase, cta), jnp.int32(phase.parts)))
+    @pl.loop(0, _steps(phase, cta))
     def _(step: Array) -> None:
         slot = _await_room(count + step, empty, plan.config.x_stages)
         for box in range(phase.boxes):
@@ -301,7 +304,6 @@ def _store(ref: Any, value: Array) -> None:
 
 def _add_to_stream(cta: Array, at: Any, multiply: Any, stream: Any, norm: Any, new_stream: Any, x: Any, squares: Any) -> None:
     """Residual addition, and what the next matmul reads: the stream times the norm's weight; and sums of squares."""
-
     old = _load(stream.at[at], plgpu.Layout.WGMMA)
     weight = _load(norm.at[at[1]], plgpu.Layout.WGMMA.reduce(0))
     [result] = multiply()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypedDict
 
 import jax
+from jax.sharding import AbstractDevice
 
 Key = Mapping[str, int | str]
 
@@ -59,24 +60,22 @@ Table = Mapping[str, tuple[Entry, ...]]
 def target() -> str | None:
     """Device kind the current trace is for: that of the abstract mesh in force if it names a device, else the default device's
     when it is a GPU. None on a CPU. Starts the backend unless a mesh answers."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        return device.device_kind if device.platform == "gpu" else None
-    default = jax.config.jax_default_device
-    if default is None or isinstance(default, str):
-        default = jax.devices(default)[0]
-    return default.device_kind if default.platform == "gpu" else None
+    device = _gpu()
+    return None if device is None else device.device_kind
 
 
 def cores() -> int | None:
-    """Multiprocessors of the device the current trace is for, as `target` finds it; None on a CPU, and where it is not told."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        return device.num_cores
-    default = jax.config.jax_default_device
-    if default is None or isinstance(default, str):
-        default = jax.devices(default)[0]
-    return getattr(default, "core_count", None) if default.platform == "gpu" else None
+    """Multiprocessors of the device that `target` finds; None on a CPU, and where it is not told."""
+    device = _gpu()
+    return device.num_cores if isinstance(device, AbstractDevice) else getattr(device, "core_count", None)
+
+
+def _gpu() -> AbstractDevice | jax.Device | None:
+    device: AbstractDevice | jax.Device | None = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        default = jax.config.jax_default_device
+        device = jax.devices(default)[0] if default is None or isinstance(default, str) else default
+    return device if device.platform == "gpu" else None
 
 
 def lookup(operation: str, key: Key) -> Entry | None:

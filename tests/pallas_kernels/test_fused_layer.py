@@ -94,7 +94,7 @@ def test_kernel_in_the_interpreter(tokens, sizes, activation, last):
     with plgpu.force_gpu_interpret_mode():
         new, qkv, _ = mosaic.fused_layer(
             attention, residual, jnp.zeros(3, jnp.int32), jnp.int32(0), params, None if last else following,
-            activation=activation, eps=EPS, config=mosaic.Config(ctas=8, x_stages=2), interpret=True,
+            activation=activation, eps=EPS, config=mosaic.Config(ctas=8, x_stages=2),
         )  # fmt: skip
     expected = oracle(attention, residual, params, following, activation)
     assert error(new, expected[0]) < 1e-2
@@ -134,7 +134,7 @@ def make_shapes(tokens, *, hidden, mlp, heads, qkv, bias=True):
 def test_every_candidate_has_room_for_a_ring(model, tokens):
     key = {"tokens": tokens, "attention": model["heads"], "next": model["qkv"], "activation": "silu"} | model
     found = mosaic.candidates(key)
-    phases = mosaic.plan_phases(model["hidden"], model["mlp"], model["heads"], model["qkv"], 132)
+    phases = mosaic.plan_phases(key, 132)
     assert found
     for config in found:
         stages = mosaic.stages_of(phases, tokens, config.x_stages)
