@@ -6,6 +6,7 @@ measured: `tuning` keeps that, and dispatch asks it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
 
 TOKENS = 64  # rows of the residual stream, whatever the batch
 STEP = 64  # contraction length of a box: as many bfloat16 as a swizzled row holds
-SLOT = 128  # rows of weights a slot of the ring holds
+SLOT = 128  # rows of boxes a slot of shared memory holds, 16 KiB
+SLOTS = 14  # of shared memory; the barriers lie in what they leave
 ACTIVATIONS = ("silu", "gelu_tanh")
 MEETINGS = 3  # grid-wide barriers in a layer
-SHARED_BYTES = 226 * 1024
 MIN_STAGES = 4  # slots of weights below which the ring is no use
+MAX_X_STAGES = 16
 
 
 class Config(NamedTuple):
@@ -36,11 +38,14 @@ class Config(NamedTuple):
     Attributes:
         ctas: CTAs, one a multiprocessor. They wait for each other, so all must be resident at once: nothing else that stays may
             run on the device beside the kernel.
-        x_stages: steps of activations in flight; weights take what room is left.
+        x_slots: slots of shared memory for activations; weights take the others.
+        boxes: pieces of the contraction that one copy brings, at most: a copy is one instruction, and narrow columns would
+            else be bound by how many of them can be issued.
     """
 
     ctas: int = 132
-    x_stages: int = 8
+    x_slots: int = 3
+    boxes: int = 8
 
 
 class Phase(NamedTuple):
@@ -50,8 +55,9 @@ class Phase(NamedTuple):
         columns: of the result; of each part, where gate and up are parts of one matmul.
         width: columns a CTA owns, of each part. The last CTA moves back where the columns run out, and computes some again.
         parts: 2 for gate and up, else 1.
-        boxes: boxes [width, 64] of weights a slot of the ring holds.
-        steps: slots that make a contraction.
+        boxes: boxes [width, 64] of weights a slot of the ring holds, and of as many a step of activations.
+        steps: steps that make a contraction.
+        x_stages: steps of activations there is room for.
     """
 
     columns: int
@@ -59,6 +65,12 @@ class Phase(NamedTuple):
     parts: int
     boxes: int
     steps: int
+    x_stages: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of as many boxes side by side as a slot of shared memory holds."""
+        return SLOT // self.boxes
 
     @property
     def owners(self) -> int:
@@ -66,20 +78,27 @@ class Phase(NamedTuple):
         return -(-self.columns // self.width)
 
 
-def make_phase(columns: int, contraction: int, *, parts: int = 1, ctas: int) -> Phase:
-    """Cuts a matmul for `ctas` CTAs. `columns` and `contraction` are multiples of 8 and 64."""
-    width = 8 * -(-columns // (8 * ctas))
+def make_phase(columns: int, contraction: int, tokens: int, config: Config, *, parts: int = 1) -> Phase:
+    """Cuts a matmul. `columns` and `tokens` are multiples of 8, `contraction` of 64.
+
+    Raises:
+        UnsupportedShape: there is no room for a CTA's columns, or for the activations.
+    """
+    width = 8 * -(-columns // (8 * config.ctas))
     if width > SLOT:
-        raise UnsupportedShape(f"{columns} columns are more than {ctas} CTAs can hold, {SLOT} each")
-    total = contraction // STEP
-    boxes = max(b for b in range(1, SLOT // width + 1) if total % b == 0)
-    return Phase(columns, width, parts, boxes, total // boxes)
+        raise UnsupportedShape(f"{columns} columns are more than {config.ctas} CTAs can hold, {SLOT} each")
+    total, x_rows = contraction // STEP, config.x_slots * SLOT
+    fitting = [b for b in (1, 2, 4, 8) if b <= config.boxes and b * width <= SLOT and total % b == 0 and 2 * b * tokens <= x_rows]
+    if not fitting or config.x_slots > SLOTS - MIN_STAGES:
+        raise UnsupportedShape(f"{config.x_slots} slots of {SLOTS} do not leave room for both {tokens} tokens and the weights")
+    boxes = fitting[-1]
+    return Phase(columns, width, parts, boxes, total // boxes, min(MAX_X_STAGES, x_rows // (boxes * tokens)))
 
 
-def plan_phases(key: Mapping[str, int | str], ctas: int) -> tuple[Phase, ...]:
+def plan_phases(key: Mapping[str, int | str], config: Config) -> tuple[Phase, ...]:
     """Output projection, gate and up, down, and the next layer's q, k, v where there is one; of a `shape_key`."""
     hidden, mlp, attention, next_size = (int(key[name]) for name in ("hidden", "mlp", "attention", "next"))
-    cut = functools.partial(make_phase, ctas=ctas)
+    cut = functools.partial(make_phase, tokens=padded(int(key["tokens"])), config=config)
     phases = (cut(hidden, attention), cut(mlp, hidden, parts=2), cut(hidden, mlp))
     return (*phases, cut(next_size, hidden)) if next_size else phases
 
@@ -112,23 +131,20 @@ def shape_key(
 
 
 def candidates(key: Mapping[str, int | str]) -> list[Config]:
-    """Configurations worth timing, the one by rule first."""
-    tokens, phases = _padded(int(key["tokens"])), plan_phases(key, Config().ctas)
-    fitting = [n for n in (8, 6, 5, 4, 3, 2) if stages_of(phases, tokens, n) >= MIN_STAGES]
-    return [Config(x_stages=n) for n in fitting]
+    """Configurations worth timing, the one by rule first: room for two steps of the widest copy, and then some."""
+    tokens = padded(int(key["tokens"]))
+    by_rule = 3 if tokens <= 16 else 4 if tokens <= 32 else 6
+    found: dict[tuple[Phase, ...], Config] = {}
+    for boxes, more in ((8, 0), (8, -1), (8, 1), (8, 2), (4, 0), (2, 0), (1, 0)):
+        config = Config(x_slots=by_rule + more, boxes=boxes)
+        with contextlib.suppress(UnsupportedShape):
+            found.setdefault(plan_phases(key, config), config)
+    return list(found.values())
 
 
-def _padded(tokens: int) -> int:
+def padded(tokens: int) -> int:
+    """Rows of activations that are copied."""
     return -(-tokens // 8) * 8
-
-
-def x_rows_of(phases: tuple[Phase, ...], tokens: int, x_stages: int) -> int:
-    return x_stages * max(p.boxes for p in phases) * tokens + TOKENS
-
-
-def stages_of(phases: tuple[Phase, ...], tokens: int, x_stages: int) -> int:
-    """Slots of weights there is room for."""
-    return (SHARED_BYTES - x_rows_of(phases, tokens, x_stages) * STEP * 2) // (SLOT * STEP * 2)
 
 
 def fused_layer(
@@ -152,19 +168,14 @@ def fused_layer(
     if any(size % STEP for size in sizes[:3]) or sizes[3] % 8:
         raise UnsupportedShape(f"sizes must be multiples of {STEP}, got {sizes}")
     if config is None:
-        found = candidates(key)
-        if not found:
-            raise UnsupportedShape(f"no room for the activations of {tokens} tokens beside the weights")
-        config = found[0]
-    phases = plan_phases(key, config.ctas)
+        config = next(iter(candidates(key)), Config())  # where none fits, the plan says why
+    phases = plan_phases(key, config)
     cores = tuning.cores()
     if cores is not None and config.ctas > cores:
         raise UnsupportedShape(f"{config.ctas} CTAs must be resident at once, the device has {cores} multiprocessors")
-    if stages_of(phases, _padded(tokens), config.x_stages) < MIN_STAGES:
-        raise UnsupportedShape(f"{config.x_stages} steps of activations leave no room for weights")
     if hidden % phases[0].width or phases[0].owners % 8:
         raise UnsupportedShape(f"a hidden size of {hidden} cannot be dealt out to {config.ctas} CTAs evenly")
-    attention = jnp.pad(attention, ((0, _padded(tokens) - tokens), (0, 0)))
+    attention = jnp.pad(attention, ((0, padded(tokens) - tokens), (0, 0)))
     residual = jnp.pad(residual[:TOKENS], ((0, max(0, TOKENS - residual.shape[0])), (0, 0)))
     from pallas_kernels.fused_layer.mosaic_kernel import run_layer  # imports Mosaic, which takes seconds: only where it is used
 

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fused_layer.mosaic import MEETINGS, SLOT, STEP, TOKENS, Config, Phase, stages_of, x_rows_of
+from pallas_kernels.fused_layer.mosaic import MEETINGS, SLOTS, STEP, TOKENS, Config, Phase
 
 if TYPE_CHECKING:
     from jax import Array
@@ -41,8 +41,12 @@ class _Plan(NamedTuple):
     eps: float
     has_bias: bool
     config: Config
-    stages: int
     only: int | None  # interpreter: run one phase alone; no grid-wide barrier exists there
+
+    @property
+    def stages(self) -> int:
+        """Slots of weights."""
+        return SLOTS - self.config.x_slots
 
 
 def _meet(count: int, *, wait: bool) -> Any:
@@ -84,9 +88,7 @@ def run_layer(
 
     interpreted: for Pallas's interpreter, whose CTAs run one after the other and could not meet: one kernel a matmul.
     """
-    tokens, (hidden, mlp) = attention.shape[0], params.down.shape
-    x_total, stages = x_rows_of(phases, tokens, config.x_stages), stages_of(phases, tokens, config.x_stages)
-    dtype = residual.dtype
+    tokens, (hidden, mlp), dtype = attention.shape[0], params.down.shape, residual.dtype
     out_type = (
         jax.ShapeDtypeStruct((TOKENS, hidden), dtype),  # the residual stream
         jax.ShapeDtypeStruct((TOKENS, phases[-1].columns), dtype),  # the next layer's q, k, v
@@ -95,18 +97,15 @@ def run_layer(
         jax.ShapeDtypeStruct((TOKENS, mlp), dtype),  # in between: behind the gate
         jax.ShapeDtypeStruct((2, TOKENS, phases[0].owners), jnp.float32),  # in between: sums of squares
     )
-    scratch = [
-        plgpu.SMEM((stages, SLOT, STEP), jnp.bfloat16, transforms=_SWIZZLE),
-        plgpu.SMEM((x_total, STEP), jnp.bfloat16, transforms=_SWIZZLE),
-        [plgpu.Barrier(num_arrivals=p.boxes, num_barriers=stages) for p in phases],
-        plgpu.Barrier(num_arrivals=1, num_barriers=stages),
-        [plgpu.Barrier(num_arrivals=p.boxes, num_barriers=config.x_stages) for p in phases],
-        plgpu.Barrier(num_arrivals=1, num_barriers=config.x_stages),
-    ]
+    # One memory, seen by each matmul as rows of as many boxes as it copies at once: activations first, then the ring of weights.
+    views = [plgpu.SMEM((SLOTS * p.rows, p.boxes * STEP), jnp.bfloat16, transforms=_SWIZZLE) for p in phases]
+    stages, x_stages = SLOTS - config.x_slots, max(p.x_stages for p in phases)
+    barriers = [plgpu.Barrier(num_barriers=n) for n in (stages, stages, x_stages, x_stages)]  # full and empty, of each ring
+    scratch = [plgpu.RefUnion(*views), *barriers]
     w_next, next_norm, bias = params.out, params.norm, None  # unused, behind the last layer
     if following is not None:
         w_next, next_norm, bias = following.qkv, following.norm, following.qkv_bias
-    plan = _Plan(tokens, phases, activation, eps, bias is not None, config, stages, None)
+    plan = _Plan(tokens, phases, activation, eps, bias is not None, config, None)
     added = jnp.zeros((8,), jnp.float32) if bias is None else bias.astype(jnp.float32)
     weights = (params.out, params.gate_up, params.down, w_next)
     operands = (attention, residual, (layer * MEETINGS).reshape(1), *weights, params.norm, next_norm, added)
@@ -134,7 +133,8 @@ def run_layer(
 
 def _body(plan: _Plan, *refs: Any) -> None:
     (attention, residual, first, w_out, w_gate_up, w_down, w_next, mlp_norm, next_norm, bias, meetings, *rest) = refs
-    new_residual, out, middle, x, gated, squares, ws, xs, w_full, w_empty, x_full, x_empty = rest
+    new_residual, out, middle, x, gated, squares, memory, w_full, w_empty, x_full, x_empty = rest
+    views = tuple(memory)
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
     phases = [(i, p) for i, p in enumerate(plan.phases) if plan.only in (None, i)]
     base = first[0]
@@ -147,32 +147,28 @@ def _body(plan: _Plan, *refs: Any) -> None:
     def _() -> None:
         count = jnp.int32(0)
         for i, phase in phases:
-            _copy_weights(plan, phase, cta, count, (w_out, w_gate_up, w_down, w_next)[i], ws, w_full[i], w_empty)
+            _copy_weights(plan, phase, cta, count, (w_out, w_gate_up, w_down, w_next)[i], views[i], w_full, w_empty)
             count = count + _steps(phase, cta) * phase.parts
         _drain(count, w_empty, plan.stages)
 
     @pl.when(wg == 1)
     def _() -> None:
-        count = jnp.int32(0)
         for i, phase in phases:
             if i:
-                meet(i - 1, wait=True)
-            _copy_activations(plan, phase, cta, count, (attention, x, gated, x)[i], xs, x_full[i], x_empty)
-            count = count + _steps(phase, cta)
-        _drain(count, x_empty, plan.config.x_stages)
+                meet(i - 1, wait=True)  # behind it nobody reads the room of earlier activations
+            _copy_activations(plan, phase, cta, (attention, x, gated, x)[i], views[i], x_full, x_empty)
+            _drain(_steps(phase, cta), x_empty, phase.x_stages)
 
     @pl.when(wg == 2)
     def _() -> None:
-        count = x_count = jnp.int32(0)
+        count = jnp.int32(0)
         for i, phase in phases:
             if i:
                 meet(i - 1, wait=True)
 
             @pl.when(cta < phase.owners)
-            def _(i: int = i, phase: Phase = phase, count: Array = count, x_count: Array = x_count) -> None:
-                multiply = functools.partial(
-                    _multiply, plan, phase, count, x_count, ws, xs, w_full[i], w_empty, x_full[i], x_empty
-                )
+            def _(i: int = i, phase: Phase = phase, count: Array = count) -> None:
+                multiply = functools.partial(_multiply, plan, phase, count, views[i], w_full, w_empty, x_full, x_empty)
                 at = (slice(None), pl.ds(_first_column(phase, cta), phase.width))
                 if i == 0:
                     _add_to_stream(cta, at, multiply, residual, mlp_norm, middle, x, squares.at[0])
@@ -184,7 +180,6 @@ def _body(plan: _Plan, *refs: Any) -> None:
                     _scale(plan, at, multiply, squares.at[1], bias, out)
 
             count = count + _steps(phase, cta) * phase.parts
-            x_count = x_count + _steps(phase, cta)
             if i < len(plan.phases) - 1:
                 meet(i, wait=False)
 
@@ -214,7 +209,17 @@ def _await_room(c: Array, empty: Any, stages: int) -> Array:
     return slot
 
 
-def _copy_weights(plan: _Plan, phase: Phase, cta: Array, count: Array, source: Any, ring: Any, full: Any, empty: Any) -> None:
+def _weight_rows(plan: _Plan, phase: Phase, slot: Array) -> Any:
+    """Where in a matmul's view of the memory a slot of weights lies."""
+    return pl.ds(pl.multiple_of((plan.config.x_slots + slot) * phase.rows, 8), phase.width)
+
+
+def _x_row(plan: _Plan, slot: Array) -> Array:
+    """Where a step of activations begins. A matmul reads 64 rows from there, of which it needs the first."""
+    return pl.multiple_of(slot * plan.tokens, 8)
+
+
+def _copy_weights(plan: _Plan, phase: Phase, cta: Array, count: Array, source: Any, view: Any, full: Any, empty: Any) -> None:
     """A CTA's weights of one matmul into the ring, behind `count` slots of others."""
     first = _first_column(phase, cta)
 
@@ -223,39 +228,21 @@ def _copy_weights(plan: _Plan, phase: Phase, cta: Array, count: Array, source: A
         slot = _await_room(count + at, empty, plan.stages)
         step, part = lax.div(at, jnp.int32(phase.parts)), lax.rem(at, jnp.int32(phase.parts))
         rows = pl.ds(first + part * phase.columns, phase.width)
-        for box in range(phase.boxes):
-            box_rows = ring.at[slot, pl.ds(box * phase.width, phase.width)]
-            columns = pl.ds((step * phase.boxes + box) * STEP, STEP)
-            plgpu.copy_gmem_to_smem(source.at[rows, columns], box_rows, full.at[slot])
+        k = pl.ds(step * (phase.boxes * STEP), phase.boxes * STEP)
+        plgpu.copy_gmem_to_smem(source.at[rows, k], view.at[_weight_rows(plan, phase, slot)], full.at[slot])
 
 
-def _x_row(plan: _Plan, slot: Array, box: int) -> Array:
-    """Where in shared memory a box of activations lies. A matmul reads 64 rows from there, of which it needs the first."""
-    boxes = max(phase.boxes for phase in plan.phases)
-    return pl.multiple_of((slot * boxes + box) * plan.tokens, 8)
-
-
-def _copy_activations(plan: _Plan, phase: Phase, cta: Array, count: Array, source: Any, ring: Any, full: Any, empty: Any) -> None:
+def _copy_activations(plan: _Plan, phase: Phase, cta: Array, source: Any, view: Any, full: Any, empty: Any) -> None:
     @pl.loop(0, _steps(phase, cta))
     def _(step: Array) -> None:
-        slot = _await_room(count + step, empty, plan.config.x_stages)
-        for box in range(phase.boxes):
-            k = pl.ds((step * phase.boxes + box) * STEP, STEP)
-            rows = pl.ds(_x_row(plan, slot, box), plan.tokens)
-            plgpu.copy_gmem_to_smem(source.at[pl.ds(0, plan.tokens), k], ring.at[rows], full.at[slot])
+        slot = _await_room(step, empty, phase.x_stages)
+        k = pl.ds(step * (phase.boxes * STEP), phase.boxes * STEP)
+        rows = pl.ds(_x_row(plan, slot), plan.tokens)
+        plgpu.copy_gmem_to_smem(source.at[pl.ds(0, plan.tokens), k], view.at[rows], full.at[slot])
 
 
 def _multiply(
-    plan: _Plan,
-    phase: Phase,
-    count: Array,
-    x_count: Array,
-    ws: Any,
-    xs: Any,
-    w_full: Any,
-    w_empty: Any,
-    x_full: Any,
-    x_empty: Any,
+    plan: _Plan, phase: Phase, count: Array, view: Any, w_full: Any, w_empty: Any, x_full: Any, x_empty: Any
 ) -> list[Array]:
     """A CTA's columns of one matmul, float32 [64, width] of each part."""
 
@@ -267,20 +254,19 @@ def _multiply(
             @pl.when(lax.rem(at, jnp.int32(phase.parts)) == phase.parts - 1)
             def _() -> None:
                 step = lax.div(at, jnp.int32(phase.parts))
-                plgpu.barrier_arrive(x_empty.at[lax.rem(x_count + step, jnp.int32(plan.config.x_stages))])
+                plgpu.barrier_arrive(x_empty.at[lax.rem(step, jnp.int32(phase.x_stages))])
 
         @pl.loop(0, phase.steps)
         def _(step: Array) -> None:
-            x_slot = lax.rem(x_count + step, jnp.int32(plan.config.x_stages))
+            x_slot = lax.rem(step, jnp.int32(phase.x_stages))
             plgpu.barrier_wait(x_full.at[x_slot])
             for part, acc in enumerate(accs):
                 at = step * phase.parts + part
                 slot = lax.rem(count + at, jnp.int32(plan.stages))
                 plgpu.barrier_wait(w_full.at[slot])
-                for box in range(phase.boxes):
-                    weights = ws.at[slot, pl.ds(box * phase.width, phase.width)]
-                    plgpu.wgmma(acc, xs.at[pl.ds(_x_row(plan, x_slot, box), TOKENS)], weights.transpose((1, 0)))
-                plgpu.wgmma_wait(phase.boxes)  # given back one slot late, so that a product overlaps the next wait
+                weights = view.at[_weight_rows(plan, phase, slot)]
+                plgpu.wgmma(acc, view.at[pl.ds(_x_row(plan, x_slot), TOKENS)], weights.transpose((1, 0)))
+                plgpu.wgmma_wait(1)  # given back one slot late, so that a product overlaps the next wait
                 pl.when(at > 0)(functools.partial(release, at - 1))
 
         results = [acc[...] for acc in accs]
