@@ -31,10 +31,13 @@ SHARED_BYTES = 232448 - 1024
 HALF_SHARED_BYTES = 115712 - 1024
 """The same, if two CTAs are to share a multiprocessor."""
 
-MAX_CLUSTER = 8
-"""CTAs that any device can run as a cluster."""
-
 MAX_SPLITS = 16
+
+MAX_TEAM = 4
+"""Warpgroups that compute: more would have too few registers."""
+
+MAX_BARRIERS = 32
+"""Blocks in flight that a CTA can tell apart."""
 
 CTAS = 264
 """CTAs that fill the device: two on each of 132 multiprocessors."""
@@ -47,10 +50,8 @@ class Config(NamedTuple):
         heads: kv heads of which a CTA reads the keys; divides the number of kv heads.
         keys: keys of each head in a block: some pages, or a part of one. heads * keys is 64, 128, 192 or 256.
         stages: blocks in flight.
-        splits: CTAs among which the keys of a row are divided.
-        combine: who adds up the splits: "separate", a program after the kernel, or "cluster", they themselves. On the H200 the
-            cluster's results were wrong before its memory was fenced, and its time no better (bench/results), so no rule
-            and no tuning chooses it.
+        splits: CTAs among which the keys of a row are divided; a program behind the kernel adds up their results.
+        team: warpgroups that divide the keys of a CTA among them and add up their results in shared memory.
         copier: copies are issued by a warpgroup of their own. Always so where the queries need more than one tile.
     """
 
@@ -58,7 +59,7 @@ class Config(NamedTuple):
     keys: int
     stages: int
     splits: int = 1
-    combine: str = "separate"
+    team: int = 1
     copier: bool = False
 
 
@@ -104,16 +105,19 @@ def shape_key(
 
 def candidates(key: Mapping[str, int | str]) -> list[Config]:
     """Configurations worth timing for a tuning key, the most promising first: the default, then variations of the best blocks
-    in depth, splits, who combines them and who copies."""
+    in depth, splits, teams and who copies."""
     shape = Shape(**{name: int(value) for name, value in key.items()})
     found = [default_config(shape)]
-    for heads, keys in itertools.islice(_blocks(shape), 4):
+    one_head = [(heads, keys) for heads, keys in _blocks(shape) if heads == 1 and keys == TILE]
+    for heads, keys in dict.fromkeys([*itertools.islice(_blocks(shape), 4), *one_head]):
         base = _configured(shape, heads, keys)
-        variations = [base, _deepened(shape, base, SHARED_BYTES), _deepened(shape, base._replace(copier=True), SHARED_BYTES)]
-        for splits in (base.splits // 2, base.splits * 2):
-            variations.append(base._replace(splits=splits))
+        variations = [base]
+        for team in (4, 2):
+            variations += [_deepened(shape, base._replace(team=team, splits=n, stages=1), SHARED_BYTES) for n in {1, base.splits}]
+        variations += [base._replace(splits=splits) for splits in (base.splits // 2, base.splits * 2)]
+        variations += [_deepened(shape, base, SHARED_BYTES), _deepened(shape, base._replace(copier=True), SHARED_BYTES)]
         for config in variations:
-            useful = 1 <= config.splits <= MAX_SPLITS and config.splits * config.keys <= shape.context
+            useful = 1 <= config.splits <= MAX_SPLITS and config.splits * config.team * config.keys <= shape.context
             if useful and config not in found and _reason(shape, config) is None:
                 found.append(config)
     return found
@@ -328,7 +332,7 @@ def _plan(shape: Shape, config: Config, relative_bias: Array | None, *, by_row: 
         stages=config.stages,
         splits=config.splits,
         copier=config.copier or tiles > 1,
-        cluster=config.combine == "cluster" and config.splits > 1,
+        team=config.team,
         by_row=by_row,
         bias_width=0 if relative_bias is None else relative_bias.shape[1],
         interpreted=tuning.target() is None,
@@ -350,6 +354,6 @@ def _reason(shape: Shape, config: Config) -> str | None:
         return "a relative bias takes one head a copy"
     if plan.shared_bytes > SHARED_BYTES:
         return f"{plan.shared_bytes} bytes of shared memory, at most {SHARED_BYTES}"
-    if plan.cluster and (config.splits > MAX_CLUSTER or shape.head_dim % (8 * config.splits)):
-        return f"{config.splits} splits of head dim {shape.head_dim} cannot be combined in a cluster"
+    if config.team > 1 and (plan.copier or config.team > MAX_TEAM or config.team * config.stages > MAX_BARRIERS):
+        return f"a team of {config.team} takes one query tile, no copier and {MAX_TEAM} members or {MAX_BARRIERS} blocks at most"
     return None

@@ -3,7 +3,8 @@
 Owns the device code. What it computes with is decided in `mosaic`: it must not know how a plan is chosen, nor what a tuning
 table is.
 
-One CTA takes one row (a request), one group of kv heads and one share of the row's keys. A page of the pool, seen as
+One CTA takes one row (a request), one group of kv heads and one share of the row's keys; where rows are few, a team of
+warpgroups divides that share once more. A page of the pool, seen as
 [K * page, H], holds the keys of several heads one after another, so that one TMA box brings `heads` heads of a page; a block
 is one such box or more (where pages are large, a part of each head's keys). The queries of all those heads are rows of one
 tile, so that one wgmma gives the scores of all of them against the block, and those where the head of the query is not the
@@ -23,7 +24,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.mosaic_plan import FAR, LOG2E, TILE, Operands, Partials, Plan
@@ -39,67 +39,60 @@ _ROWS = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a tile
 
 
 def attend(operands: Operands, plan: Plan, tokens: int, *, scale: float, soft_cap: float) -> Array | Partials:
-    """Attention of all rows: [T * groups, heads * members, H] if there is one split or a cluster combines them, else partials.
+    """Attention of all rows: [T * groups, heads * members, H] if there is one split, else partials.
 
     Only those entries of the result are written that belong to a query of a row with tokens; with `by_row` all are.
     """
     present = [name for name, value in operands._asdict().items() if value is not None]
     grid = (operands.page_table.shape[0], plan.groups * plan.parts)
-    partial_rows = plan.tiles * TILE if plan.cluster else plan.used_rows
     whole = jax.ShapeDtypeStruct((tokens * plan.groups, plan.heads * plan.members, plan.head_dim), operands.q.dtype)
     partials = Partials(
-        jax.ShapeDtypeStruct((*grid, plan.splits, partial_rows, plan.head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((*grid, plan.splits, plan.used_rows, plan.head_dim), jnp.float32),
         jax.ShapeDtypeStruct((*grid, plan.splits, 2, plan.tiles * TILE), jnp.float32),
     )
-    outputs: dict[str, Any] = {}
-    if plan.splits == 1 or plan.cluster:
-        outputs["out"] = whole
-    if plan.splits > 1:
-        outputs |= partials._asdict()
+    outputs: dict[str, Any] = {"out": whole} if plan.splits == 1 else partials._asdict()
 
-    swizzle = plgpu.find_swizzle(plan.head_dim * 16)
-    tiled = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
-    block = (plan.stages, plan.block_rows, plan.head_dim)
-    dtype = operands.k.dtype
+    block = (plan.team * plan.stages, plan.block_rows, plan.head_dim)
+    dtype, tiled = operands.k.dtype, _tiled(plan.head_dim, 16)
+    results: list[Any] = [plgpu.SMEM((plan.tiles * TILE, plan.head_dim), operands.q.dtype if plan.splits == 1 else jnp.float32)]
+    lent = (plan.team - 1, TILE, plan.head_dim)
+    if plan.team > 1:
+        results.append(plgpu.SMEM(lent, jnp.float32, transforms=_tiled(plan.head_dim, 32)))
     scratch: dict[str, Any] = {
         "q_tile": plgpu.SMEM((plan.tiles * TILE, plan.head_dim), dtype, transforms=tiled),
         # The results leave through the memory of the blocks, which are all used up by then.
         "ring": plgpu.RefUnion(
             [plgpu.SMEM(block, dtype, transforms=tiled), plgpu.SMEM(block, dtype, transforms=tiled)],
-            plgpu.SMEM((plan.tiles * TILE, plan.head_dim), jnp.float32),
-            plgpu.SMEM((plan.tiles * TILE, plan.head_dim // (plan.splits if plan.cluster else 1)), operands.q.dtype),
+            results,
         ),
         "q_full": plgpu.Barrier(num_arrivals=plan.queries),
-        "k_full": plgpu.Barrier(num_arrivals=plan.copies, num_barriers=plan.stages),
-        "v_full": plgpu.Barrier(num_arrivals=plan.copies, num_barriers=plan.stages),
+        "k_full": plgpu.Barrier(num_arrivals=plan.copies, num_barriers=block[0]),
+        "v_full": plgpu.Barrier(num_arrivals=plan.copies, num_barriers=block[0]),
     }
     if plan.copier:
         scratch["k_free"] = plgpu.Barrier(num_arrivals=plan.tiles, num_barriers=plan.stages)
         scratch["v_free"] = plgpu.Barrier(num_arrivals=plan.tiles, num_barriers=plan.stages)
-    if plan.tiles > 1:
-        scratch["together"] = plgpu.Barrier(num_arrivals=plan.tiles)
-    if plan.cluster:
-        scratch["combined"] = plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=plan.tiles)
+    if plan.warpgroups > 1:
+        scratch["together"] = plgpu.Barrier(num_arrivals=plan.warpgroups)
+    if plan.team > 1:
+        scratch["lent_stats"] = plgpu.SMEM((plan.team - 1, 2, TILE), jnp.float32)
     if plan.interpreted:
-        scratch["weights"] = plgpu.SMEM((plan.tiles * TILE, plan.block_rows), dtype)
+        scratch["weights"] = plgpu.SMEM((plan.warpgroups * TILE, plan.block_rows), dtype)
 
     def body(*refs: Any, **buffers: Any) -> None:
         inputs = dict(zip(present, refs, strict=False))
-        results = dict(zip(outputs, refs[len(present) :], strict=True))
-        _Cta(plan, inputs, results, buffers, scale=scale, soft_cap=soft_cap).run()
+        _Cta(plan, inputs, dict(zip(outputs, refs[len(present) :], strict=True)), buffers, scale=scale, soft_cap=soft_cap).run()
 
-    threads = plan.tiles + plan.copier
-    split = {"cluster": (plan.splits,), "cluster_names": ("split",)} if plan.cluster else {}
+    threads = plan.warpgroups + plan.copier
     result = plgpu.kernel(
         body,
         out_type=tuple(outputs.values()),
-        grid=grid if plan.cluster else (*grid, plan.splits),
-        grid_names=("row", "group") if plan.cluster else ("row", "group", "split"),
+        grid=(*grid, plan.splits),
+        grid_names=("row", "group", "split"),
         num_threads=threads if threads > 1 else None,
         thread_name="warpgroup" if threads > 1 else None,
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        **split,
     )(*(value for value in operands if value is not None))
     return result[0] if "out" in outputs else Partials(*result)
 
@@ -135,10 +128,10 @@ class _Cta(Work):
         plan = self.plan
         if plan.copier and plan.tiles > 1:
             plgpu.set_max_registers(232, action="increase")
-        if plan.tiles == 1:
+        if plan.warpgroups == 1:
             self.fetch_queries()
         else:
-            pl.when(tile == 0)(self.fetch_queries)
+            pl.when(tile + self.member == 0)(self.fetch_queries)
         stages = plan.stages
         ids: tuple[Array, ...] = ()
         if not plan.copier:
@@ -163,7 +156,7 @@ class _Cta(Work):
         def step(index: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             acc, peak, total, ids = carry
             later = () if plan.copier else self.page_starts(index + stages + 1)
-            slot = lax.rem(index, jnp.int32(stages))
+            slot = self.slot(index)
             base = (self.first + index) * plan.block
             plgpu.barrier_wait(self.buffers["k_full"].at[slot])
 
@@ -198,31 +191,39 @@ class _Cta(Work):
             ids,
         )
         acc, peak, total, _ = lax.fori_loop(jnp.int32(0), self.steps, step, empty)
-        self._meet()
-        if plan.splits == 1:
-            inverse = 1.0 / jnp.where(total > 0.0, total, 1.0)
-            self._store_whole(acc * _across(inverse, acc.shape), tile, own)
+        self._meet()  # behind it nobody reads the rings
+        if plan.team == 1:
+            self._store(acc, peak, total, tile, own)
             return
-        self._store_partial(acc, peak, total, tile, own)
-        if plan.cluster:
-            self._fence()
-            plgpu.barrier_arrive(self.buffers["combined"])
-            plgpu.barrier_wait(self.buffers["combined"])
-            self._fence()
-            self._combine(tile, own)
+        pl.when(self.member > 0)(functools.partial(self._lend, acc, peak, total))
+        self._meet()
+        pl.when(self.member == 0)(lambda: self._store(*self._with_lent(acc, peak, total), tile, own))
 
-    def _fence(self) -> None:
-        """Orders the cluster's partial results, which the copy engine and threads wrote to device memory, around its barrier:
-        the barrier itself only orders shared memory."""
+    def _lend(self, acc: Array, peak: Array, total: Array) -> None:
+        """Leaves a member's partial result to the first of the team."""
+        place = self.member - 1
+        self.lent.at[place][...] = acc
+        self.buffers["lent_stats"][place, 0] = peak
+        self.buffers["lent_stats"][place, 1] = total
 
-        @plgpu.inline_mgpu()
-        def fence(_: Any) -> None:
-            mgpu_utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
-            mgpu_utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
-            mgpu_utils.warpgroup_barrier()
+    def _with_lent(self, acc: Array, peak: Array, total: Array) -> tuple[Array, Array, Array]:
+        """The partial result of the whole team."""
+        stats = self.buffers["lent_stats"]
+        for place in range(self.plan.team - 1):
+            one, sum_of_one = (plgpu.load(stats.at[place, which], layout=_ROWS, optimized=False) for which in (0, 1))
+            both = jnp.maximum(peak, one)
+            keep, take = jnp.exp2(peak - both), jnp.exp2(one - both)
+            values = plgpu.load(self.lent.at[place], layout=plgpu.Layout.WGMMA)
+            acc = acc * _across(keep, acc.shape) + values * _across(take, acc.shape)
+            peak, total = both, total * keep + sum_of_one * take
+        return acc, peak, total
 
-        if not self.plan.interpreted:
-            fence()
+    def _store(self, acc: Array, peak: Array, total: Array, tile: Array | int, own: Array | int) -> None:
+        if self.plan.splits > 1:
+            self._store_partial(acc, peak, total, tile, own)
+            return
+        inverse = 1.0 / jnp.where(total > 0.0, total, 1.0)
+        self._store_whole(acc * _across(inverse, acc.shape), tile, own)
 
     def _row_data(self, shape: tuple[int, int], own: Array | int) -> tuple[Array, Array, Array | None]:
         """What does not change from block to block: the offset of each key in its block, far away where the key's head is not
@@ -277,7 +278,8 @@ class _Cta(Work):
     def _add_values(self, acc: Array, weights: Array, slot: Array, own: Array | int) -> Array:
         values = self.v_ring.at[slot]
         if self.plan.interpreted:  # the interpreter multiplies only what lies in shared memory
-            buffer = self.buffers["weights"].at[pl.ds(own, TILE)]
+            first = own if self.plan.team == 1 else _multiple(self.member * TILE, TILE)
+            buffer = self.buffers["weights"].at[pl.ds(first, TILE)]
             buffer[...] = weights
             plgpu.commit_smem()
 
@@ -311,7 +313,7 @@ class _Cta(Work):
 
     def _meet(self) -> None:
         """Waits until all compute warpgroups are here."""
-        if self.plan.tiles > 1:
+        if self.plan.warpgroups > 1:
             plgpu.barrier_arrive(self.buffers["together"])
             plgpu.barrier_wait(self.buffers["together"])
 
@@ -324,19 +326,17 @@ class _Cta(Work):
         for index in range(self.plan.tiles):
             pl.when(tile == index)(functools.partial(store, index))
 
-    def _store_whole(self, result: Array, tile: Array | int, own: Array | int, columns: Any = None) -> None:
-        """Results [64, H], or some columns of them, to where their tokens are."""
-        plan = self.plan
-        out = self.results["out"]
-        self.out_stage[pl.ds(own, TILE)] = result.astype(out.dtype)
+    def _store_whole(self, result: Array, tile: Array | int, own: Array | int) -> None:
+        """Results [64, H] to where their tokens are."""
+        plan, out, stage = self.plan, self.results["out"], self.results_stage
+        stage[pl.ds(own, TILE)] = result.astype(out.dtype)
         plgpu.commit_smem()
 
         def store(index: int) -> None:
             for row, query, head, heads in plan.pieces(index):
-                source = self.out_stage.at[pl.ds(index * TILE + row, heads)]
+                source = stage.at[pl.ds(index * TILE + row, heads)]
                 entry = (self.first_token + query) * plan.groups + self.group
                 target = out.at[entry, pl.ds(head, heads)]
-                target = target if columns is None else target.at[:, columns]
                 pl.when(query < self.live)(functools.partial(plgpu.copy_smem_to_gmem, source, target))
 
         self._each_tile(tile, store)
@@ -346,46 +346,28 @@ class _Cta(Work):
         stats = self.results["stats"].at[self.place]
         stats[0, pl.ds(own, TILE)] = peak
         stats[1, pl.ds(own, TILE)] = total
-        self.stage[pl.ds(own, TILE)] = acc
+        stage = self.results_stage
+        stage[pl.ds(own, TILE)] = acc
         plgpu.commit_smem()
 
         def store(index: int) -> None:
             rows = min(TILE, self.plan.used_rows - index * TILE)
             place = pl.ds(index * TILE, rows)
-            plgpu.copy_smem_to_gmem(self.stage.at[place], self.results["acc"].at[self.place].at[place])
+            plgpu.copy_smem_to_gmem(stage.at[place], self.results["acc"].at[self.place].at[place])
 
         self._each_tile(tile, store)
         plgpu.wait_smem_to_gmem(0)
-
-    def _combine(self, tile: Array | int, own: Array | int) -> None:
-        """This CTA's columns of the row's result, from the partial results of the whole cluster."""
-        plan = self.plan
-        width = plan.head_dim // plan.splits
-        columns = pl.ds(_multiple(self.split * width, 8), width)
-        row, group, _ = self.place
-
-        def stat(split: int, which: int) -> Array:
-            source = self.results["stats"].at[row, group, split, which, pl.ds(own, TILE)]
-            return plgpu.load(source, layout=_ROWS, optimized=False)
-
-        def part(split: int) -> Array:
-            source = self.results["acc"].at[row, group, split, pl.ds(own, TILE), columns]
-            return plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False)
-
-        peaks = [stat(split, 0) for split in range(plan.splits)]
-        totals = [stat(split, 1) for split in range(plan.splits)]
-        peak = functools.reduce(jnp.maximum, peaks)
-        factors = [jnp.exp2(one - peak) for one in peaks]
-        total = functools.reduce(jnp.add, [one * factor for one, factor in zip(totals, factors, strict=True)])
-        inverse = 1.0 / jnp.where(total > 0.0, total, 1.0)
-        shape = (TILE, width)
-        parts = [part(split) * _across(factor * inverse, shape) for split, factor in enumerate(factors)]
-        self._store_whole(functools.reduce(jnp.add, parts), tile, own, columns)
 
 
 def _across(x: Array, shape: tuple[int, int]) -> Array:
     """One value a row, repeated over the columns."""
     return lax.broadcast_in_dim(x, shape, [0])
+
+
+def _tiled(width: int, bits: int) -> tuple[Any, ...]:
+    """Shared memory as the copy engine and wgmma want it, rows of `width` values of `bits` bits."""
+    swizzle = plgpu.find_swizzle(width * bits)
+    return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
 
 
 def _multiple(x: Array | int, of: int) -> Array | int:

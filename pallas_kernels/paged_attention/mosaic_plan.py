@@ -37,9 +37,10 @@ class Plan(NamedTuple):
         rows: tile rows of a query token, heads * members rounded up to 8.
         tiles: query tiles of 64 rows, each with a warpgroup of its own.
         head_dim: H.
-        stages: blocks in flight. splits: shares into which the keys of a row are cut.
+        stages: blocks in flight, of each member of a team. splits: CTAs among which the keys of a row are divided; their
+            results are left to the caller.
         copier: a warpgroup of its own issues the copies; otherwise the only compute warpgroup does.
-        cluster: the splits of a row are a cluster and combine their results; otherwise they are left to the caller.
+        team: warpgroups that divide a split among them and add up their results in shared memory.
         by_row: row r has its query at q[r].
         bias_width: distances with a relative bias of their own; 0 if there is none.
         interpreted: runs in the interpreter, which has no wgmma with an operand in registers.
@@ -58,7 +59,7 @@ class Plan(NamedTuple):
     stages: int
     splits: int
     copier: bool
-    cluster: bool
+    team: int
     by_row: bool
     bias_width: int
     interpreted: bool
@@ -84,6 +85,11 @@ class Plan(NamedTuple):
         return self.queries * self.rows
 
     @property
+    def warpgroups(self) -> int:
+        """Those that compute: one a query tile, or the members of a team."""
+        return max(self.tiles, self.team)
+
+    @property
     def strip_start(self) -> int:
         """Where in a strip of `bias_strips` the distance of a CTA's first query to itself lies."""
         return self.bias_width + self.block
@@ -91,8 +97,9 @@ class Plan(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, but for the barriers."""
-        ring = 2 * self.stages * self.block_rows * self.head_dim * 2
-        return max(ring, self.tiles * TILE * self.head_dim * 4) + self.tiles * TILE * self.head_dim * 2
+        ring = 2 * self.team * self.stages * self.block_rows * self.head_dim * 2
+        results = (self.tiles + self.team - 1) * TILE * self.head_dim * 4
+        return max(ring, results) + self.tiles * TILE * self.head_dim * 2 + (self.team - 1) * 2 * TILE * 4
 
     def pieces(self, tile: int) -> list[tuple[int, int, int, int]]:
         """(row of the tile, query, first of its heads, heads) of the queries in a tile, in order; padding left out."""

@@ -23,15 +23,18 @@ class Work:
 
     Attributes:
         row, group, split: the request, the group of kv heads and the share of the keys; place, its index in partial results.
+        member: of the CTA's team, which divides the split.
         first_token, live: the first query of the CTA in q, and how many there are.
         position: of that query in its sequence. reach: keys that a query sees, itself included.
         seen, end: the keys that at least one query sees, [seen, end).
-        first, steps: the first block of this split, and how many it has.
+        first, steps: the first block of this split, or of the member's share of it, and how many it has.
     """
 
     def __init__(self, plan: Plan, inputs: dict[str, Any], buffers: dict[str, Any]) -> None:
         self.plan, self.inputs, self.buffers = plan, inputs, buffers
-        (self.k_ring, self.v_ring), self.stage, self.out_stage = buffers["ring"]
+        (self.k_ring, self.v_ring), (self.results_stage, *lent) = buffers["ring"]
+        self.lent = lent[0] if lent else None
+        self.member: Array | int = lax.axis_index("warpgroup") if plan.team > 1 else 0
 
         self.row, self.split = lax.axis_index("row"), lax.axis_index("split")
         group = lax.axis_index("group")
@@ -58,9 +61,15 @@ class Work:
         first = lax.div(self.seen, jnp.int32(plan.block))
         blocks = lax.max(lax.div(self.end + (plan.block - 1), jnp.int32(plan.block)) - first, jnp.int32(0))
         blocks = jnp.where(self.live > 0, blocks, 0)
-        begin = lax.div(blocks * self.split, jnp.int32(plan.splits))
-        self.steps = lax.div(blocks * (self.split + 1), jnp.int32(plan.splits)) - begin
+        shares, share = jnp.int32(plan.splits * plan.team), self.split * plan.team + self.member
+        begin = lax.div(blocks * share, shares)
+        self.steps = lax.div(blocks * (share + 1), shares) - begin
         self.first = first + begin
+
+    def slot(self, step: Array | int) -> Array | int:
+        """Where in the rings a block of this member lies."""
+        within = step % self.plan.stages if isinstance(step, int) else lax.rem(step, jnp.int32(self.plan.stages))
+        return within if self.plan.team == 1 else self.member * self.plan.stages + within
 
     def page_starts(self, step: Array) -> tuple[Array, ...]:
         """Where the pages of a block begin in the pool, in rows. Read ahead of their use: it takes as long as a copy."""
@@ -90,8 +99,8 @@ class Work:
 
             @pl.when(step < self.steps)
             def _(step: int = step) -> None:
-                self.fetch("k", step, ids[step], step)
-                self.fetch("v", step, ids[step], step)
+                self.fetch("k", step, ids[step], self.slot(step))
+                self.fetch("v", step, ids[step], self.slot(step))
 
     def copy_all(self) -> None:
         """The copying warpgroup."""
@@ -101,7 +110,7 @@ class Work:
         self.fetch_first()
 
         def step(index: Array, ids: tuple[Array, ...]) -> tuple[Array, ...]:
-            slot = lax.rem(index, jnp.int32(stages))
+            slot = self.slot(index)
             later = self.page_starts(index + 1)
             for name in ("k", "v"):
                 plgpu.barrier_wait(self.buffers[f"{name}_free"].at[slot])
@@ -112,7 +121,7 @@ class Work:
 
         @pl.loop(lax.max(self.steps - stages, jnp.int32(0)), self.steps)
         def _(index: Array) -> None:
-            slot = lax.rem(index, jnp.int32(stages))
+            slot = self.slot(index)
             plgpu.barrier_wait(self.buffers["k_free"].at[slot])
             plgpu.barrier_wait(self.buffers["v_free"].at[slot])
 

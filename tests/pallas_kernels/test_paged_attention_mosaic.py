@@ -65,21 +65,20 @@ def expected(case, inputs, offset):
     ("case", "config"),
     [
         (DECODE, Config(heads=4, keys=16, stages=2)),
-        (FEW, Config(heads=2, keys=32, stages=3, splits=3, combine="separate")),  # a split that has no block
-        (FEW, Config(heads=4, keys=16, stages=2, splits=2, combine="cluster")),
+        (FEW, Config(heads=2, keys=32, stages=3, splits=3)),  # a split that has no block
+        (FEW, Config(heads=4, keys=16, stages=2, team=2)),
         (WINDOW, Config(heads=1, keys=64, stages=2, copier=True)),
+        (VERIFY, Config(heads=1, keys=64, stages=1, splits=2, team=2)),  # members and splits without a block
         (dataclasses.replace(FEW, name="part of a page", page_size=32, head_dim=80), Config(heads=4, keys=16, stages=2)),
         (
             dataclasses.replace(FEW, name="ALiBi, 3 heads of 3", num_heads=9, num_kv_heads=3, head_dim=96, alibi=True),
             Config(heads=3, keys=64, stages=1),
         ),
         (VERIFY, Config(heads=2, keys=32, stages=2)),
-        pytest.param(
-            VERIFY, Config(heads=4, keys=16, stages=2, splits=2, combine="separate"), marks=pytest.mark.slow, id="verify-separate"
-        ),
+        pytest.param(VERIFY, Config(heads=4, keys=16, stages=2, splits=2), marks=pytest.mark.slow, id="verify-separate"),
         (
             Case(name="two tiles, both biases", **MULTI_QUERY, rows=((40, 8), (17, 1)), max_queries=8, alibi=True, bias_width=13),
-            Config(heads=1, keys=64, stages=1, splits=2, combine="cluster"),
+            Config(heads=1, keys=64, stages=1, splits=2),
         ),
         (
             Case(
@@ -142,7 +141,7 @@ def test_nan_of_one_row_stays_in_that_row():
 @pytest.mark.slow
 def test_the_splits_of_a_row_do_not_depend_on_other_rows():
     """Bit for bit: a row alone and in a batch, with a page table of the same width."""
-    config = Config(heads=4, keys=16, stages=2, splits=2, combine="cluster")
+    config = Config(heads=4, keys=16, stages=2, splits=2)
     inputs, offset = make_inputs(FEW)
     together = run(FEW, inputs, offset, config)
     alone = inputs._replace(
@@ -174,7 +173,7 @@ def arguments(dtype=jnp.bfloat16, q=(4, 8, 64), cache=(20, 4, 16, 64), cache_dty
         ({}, {"config": Config(2, 16, 1)}, "blocks of 64, 128, 192 or 256 rows, got 32"),
         ({}, {"config": Config(2, 24, 1)}, "whole pages of 16 tokens or of a part of one, got 24 keys"),
         ({}, {"config": Config(4, 16, 99)}, "bytes of shared memory, at most 231424"),
-        ({}, {"config": Config(4, 16, 2, 16, "cluster")}, "16 splits of head dim 64 cannot be combined in a cluster"),
+        ({}, {"config": Config(4, 16, 2, team=2, copier=True)}, "a team of 2 takes one query tile, no copier"),
         ({}, {"config": Config(4, 16, 2), "relative_bias": jnp.zeros((8, 9))}, "a relative bias takes one head a copy"),
     ],
 )
