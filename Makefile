@@ -6,6 +6,7 @@ SHELL := /bin/bash
 VENV := .venv
 VENV_NEXT := .venv-jax012
 PY := $(VENV)/bin/python
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 LOCKS := requirements.lock requirements-models.lock
 
 # The first Python that is there, runs and is new enough. A name on the path may be a shim that only prints an error.
@@ -20,15 +21,15 @@ run: $(VENV)/.installed
 	$(VENV)/bin/llmjax run quickstart
 
 test: $(VENV)/.installed
-	$(PY) -m pytest
+	$(PY) -m pytest $(PARALLEL)
 
 test-slow: $(VENV)/.installed
-	$(PY) -m pytest -m "slow and not gpu and not models"
+	$(PY) -m pytest $(PARALLEL) -m "slow and not gpu and not models"
 
 # The fast tests on the newest JAX that pyproject.toml allows; everything else is as locked.
 test-next: $(VENV_NEXT)/.installed
 	@if $(VENV_NEXT)/bin/python -c 'import jax, sys; sys.exit(jax.__version__ < "0.12")'; \
-	then $(VENV_NEXT)/bin/python -c 'import jax; print("testing on jax", jax.__version__)' && $(VENV_NEXT)/bin/python -m pytest; \
+	then $(VENV_NEXT)/bin/python -c 'import jax; print("testing on jax", jax.__version__)' && $(VENV_NEXT)/bin/python -m pytest $(PARALLEL); \
 	else echo "skipped: no jax newer than the locked one can be installed here"; fi
 
 lint: $(VENV)/.installed
