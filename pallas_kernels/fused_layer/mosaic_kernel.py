@@ -23,6 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.fused_layer.mosaic import MEETINGS, SLOTS, STEP, TOKENS, Config, Phase
 
@@ -171,11 +173,11 @@ def _body(plan: _Plan, *refs: Any) -> None:
                 multiply = functools.partial(_multiply, plan, phase, count, views[i], w_full, w_empty, x_full, x_empty)
                 at = (slice(None), pl.ds(_first_column(phase, cta), phase.width))
                 if i == 0:
-                    _add_to_stream(cta, at, multiply, residual, mlp_norm, middle, x, squares.at[0])
+                    _add_to_stream(plan, cta, at, multiply, residual, mlp_norm, middle, x, squares.at[0])
                 elif i == 1:
                     _gate(plan, at, multiply, squares.at[0], gated)
                 elif i == 2:
-                    _add_to_stream(cta, at, multiply, middle, next_norm, new_residual, x, squares.at[1])
+                    _add_to_stream(plan, cta, at, multiply, middle, next_norm, new_residual, x, squares.at[1])
                 else:
                     _scale(plan, at, multiply, squares.at[1], bias, out)
 
@@ -280,24 +282,38 @@ def _load(ref: Any, layout: Any) -> Array:
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def _store(ref: Any, value: Array) -> None:
-    """From JAX 0.12 on a store that leaves parts of sectors, as these do, must say that it means to."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
+def _store(plan: _Plan, ref: Any, value: Array, layout: Any = plgpu.Layout.WGMMA) -> None:
+    """Stores rows of a result. Each warp holds 16 of them, and those without a token keep theirs: nobody reads them, and the
+    others at the next meeting would wait for them."""
+    if plan.only is not None:
         ref[...] = value
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    def store(_: Any, target: Any, rows: Any) -> None:
+        first = arith.muli(arith.andi(mgpu_utils.warp_idx(sync=False), _i32(3)), _i32(16))
+        with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, first, _i32(plan.tokens))):
+            rows.store_untiled(target, optimized=False)
+
+    store(ref, value)
 
 
-def _add_to_stream(cta: Array, at: Any, multiply: Any, stream: Any, norm: Any, new_stream: Any, x: Any, squares: Any) -> None:
+def _i32(value: int) -> Any:
+    return mgpu_utils.c(value, ir.IntegerType.get_signless(32))
+
+
+def _add_to_stream(
+    plan: _Plan, cta: Array, at: Any, multiply: Any, stream: Any, norm: Any, new_stream: Any, x: Any, squares: Any
+) -> None:
     """Residual addition, and what the next matmul reads: the stream times the norm's weight; and sums of squares."""
     old = _load(stream.at[at], plgpu.Layout.WGMMA)
     weight = _load(norm.at[at[1]], plgpu.Layout.WGMMA.reduce(0))
     [result] = multiply()
     new = (result + old.astype(jnp.float32)).astype(stream.dtype)
-    _store(new_stream.at[at], new)
+    _store(plan, new_stream.at[at], new)
     wide = new.astype(jnp.float32)
-    _store(x.at[at], (wide * lax.broadcast_in_dim(weight, wide.shape, [1])).astype(x.dtype))
-    _store(squares.at[:, cta], (wide * wide).sum(axis=1))
+    _store(plan, x.at[at], (wide * lax.broadcast_in_dim(weight, wide.shape, [1])).astype(x.dtype))
+    _store(plan, squares.at[:, cta], (wide * wide).sum(axis=1), plgpu.Layout.WGMMA.reduce(1))
 
 
 def _factor(plan: _Plan, squares: Any) -> Array:
@@ -309,7 +325,7 @@ def _gate(plan: _Plan, at: Any, multiply: Any, squares: Any, gated: Any) -> None
     factor = _factor(plan, squares)
     gate, up = multiply()
     factor = lax.broadcast_in_dim(factor, gate.shape, [0])
-    _store(gated.at[at], (_ACTIVATIONS[plan.activation](gate * factor) * (up * factor)).astype(gated.dtype))
+    _store(plan, gated.at[at], (_ACTIVATIONS[plan.activation](gate * factor) * (up * factor)).astype(gated.dtype))
 
 
 def _scale(plan: _Plan, at: Any, multiply: Any, squares: Any, bias: Any, out: Any) -> None:
@@ -319,7 +335,7 @@ def _scale(plan: _Plan, at: Any, multiply: Any, squares: Any, bias: Any, out: An
     result = result * lax.broadcast_in_dim(factor, result.shape, [0])
     if added is not None:
         result = result + lax.broadcast_in_dim(added, result.shape, [1])
-    _store(out.at[at], result.astype(out.dtype))
+    _store(plan, out.at[at], result.astype(out.dtype))
 
 
 _LOG2_E = 1.4426950408889634
