@@ -155,9 +155,9 @@ def rope_kv_write(
     """
     key = shape_key(qkv, k_cache, v_cache, cos, sin, pages, offsets, q_norm, k_norm, page_offset=page_offset, eps=eps)
     plan = make_plan(key, config or default_config(key))
-    from pallas_kernels.rope_kv_write.mosaic_kernel import run  # imports Mosaic, which takes seconds: only where it is used
+    from pallas_kernels.rope_kv_write import mosaic_kernel  # imports Mosaic, which takes seconds: only where it is used
 
-    return run(
+    return mosaic_kernel.rotate_and_write(
         qkv, k_cache, v_cache, cos, sin, pages, offsets, q_norm, k_norm, jnp.asarray(page_offset, jnp.int32).reshape(1),
         plan=plan, eps=eps,
     )  # fmt: skip

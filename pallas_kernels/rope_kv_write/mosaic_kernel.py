@@ -29,7 +29,7 @@ WARPS, LANES = 4, 32  # of a CTA, of a warp
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "eps"))
-def run(
+def rotate_and_write(
     qkv: Array,
     k_cache: Array,
     v_cache: Array,
