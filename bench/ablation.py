@@ -39,7 +39,7 @@ from jax import lax
 from bench.rows import Rows
 from llmjax.model.checkpoint.load import load_model
 from llmjax.model.config import ModelConfig
-from llmjax.model.rope import apply_rope, cos_sin
+from llmjax.model.rope import cos_sin
 from pallas_kernels.dispatch import REFERENCE
 from pallas_kernels.fused_norm import residual_rms_norm, rms_norm
 from pallas_kernels.gated_activation import gated
@@ -47,6 +47,7 @@ from pallas_kernels.gated_activation.xla import ACTIVATIONS
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.matmul import dense
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.rope_kv_write import apply_rope
 
 REPORTED = {"contiguous": "-10 to -15 % a step", "unfused": "-30 % fixed cost, with capture", "op by op": "-30 %, with fusion"}
 LAUNCHES = 5

@@ -15,12 +15,11 @@ from jaxtyping import Array, Float, Int
 
 from llmjax.model.config import ModelConfig
 from llmjax.model.kv_cache import KVCache
-from llmjax.model.rope import apply_rope
 from pallas_kernels.fused_layer import LayerParams, NextParams
 from pallas_kernels.fused_norm import rms_norm
-from pallas_kernels.kv_write import write_kv
 from pallas_kernels.matmul import dense
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.rope_kv_write import rope_kv_write
 
 
 class AttentionInputs(NamedTuple):
@@ -71,7 +70,7 @@ class Attention(nnx.Module):
 
     def attend(
         self,
-        qkv: Float[Array, "T Q"],
+        qkv: Float[Array, "R Q"],
         inputs: AttentionInputs,
         cache: KVCache,
         page_offset: Int[Array, ""],
@@ -79,23 +78,19 @@ class Attention(nnx.Module):
         *,
         decode: bool,
     ) -> tuple[Float[Array, "T NH"], KVCache]:
-        """The heads' outputs side by side, in front of the output projection."""
+        """The heads' outputs side by side, in front of the output projection. Of `qkv` the first T rows are read."""
         c = self.config
-        q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        q, k, v = jnp.split(qkv, [q_size, q_size + kv_size], axis=-1)
-        q = q.reshape(-1, c.num_heads, c.head_dim)
-        k = k.reshape(-1, c.num_kv_heads, c.head_dim)
-        v = v.reshape(-1, c.num_kv_heads, c.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = rms_norm(q, self.q_norm.weight[...], c.norm_eps)
-            k = rms_norm(k, self.k_norm.weight[...], c.norm_eps)
-        q, k = apply_rope(q, inputs.cos, inputs.sin), apply_rope(k, inputs.cos, inputs.sin)
-        cache = KVCache(*write_kv(cache.k, cache.v, k, v, inputs.pages + page_offset, inputs.offsets))
+        q_norm, k_norm = (None if norm is None else norm.weight[...] for norm in (self.q_norm, self.k_norm))
+        q, *caches = rope_kv_write(
+            qkv, cache.k, cache.v, inputs.cos, inputs.sin, inputs.pages, inputs.offsets, q_norm, k_norm,
+            page_offset=page_offset, eps=c.norm_eps,
+        )  # fmt: skip
+        cache = KVCache(*caches)
         out = paged_attention(
             q, cache.k, cache.v, inputs.page_table, inputs.seq_lens, inputs.query_starts,
             page_offset=page_offset, scale=c.head_dim**-0.5, window=window, decode=decode,
         )  # fmt: skip
-        return out.reshape(-1, q_size), cache
+        return out.reshape(out.shape[0], -1), cache
 
 
 class MLP(nnx.Module):

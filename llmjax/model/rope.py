@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies of every scaling kind, the cos/sin tables of given positions, and the rotation.
+"""Rotary position embedding: frequencies of every scaling kind, and the cos/sin tables of given positions.
 
 Pure functions of positions and config. The frequencies follow the formulas of transformers'
 `modeling_rope_utils.py` in its own order of float32 operations, because at position 8000 a last-bit difference of a
@@ -48,7 +48,7 @@ def inv_frequencies(config: ModelConfig) -> tuple[Frequencies, float]:
 
 
 def cos_sin(positions: Int[Array, "T"], config: ModelConfig) -> tuple[Float[Array, "T H2"], Float[Array, "T H2"]]:
-    """Tables for `apply_rope`, float32 [T, H/2], the attention factor of yarn included.
+    """Tables for `pallas_kernels.rope_kv_write`, float32 [T, H/2], the attention factor of yarn included.
 
     A token's angles depend on its own position alone. For `dynamic` (NTK) that is a choice: transformers takes the longest
     position of a forward call, so that its results depend on how a prompt is cut and batched; here token p is rotated as in a
@@ -67,13 +67,6 @@ def cos_sin(positions: Int[Array, "T"], config: ModelConfig) -> tuple[Float[Arra
         angles = angles * jnp.exp(-jnp.log(stretch) * jnp.asarray(exponent.astype(np.float32)))
     factor = np.float32(attention_factor)
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
-
-
-def apply_rope(x: Float[Array, "T heads H"], cos: Float[Array, "T H2"], sin: Float[Array, "T H2"]) -> Float[Array, "T heads H"]:
-    """Rotate each head's pairs (i, i + H/2) ("rotate half", as Hugging Face lays out weights). float32 inside, dtype of x out."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def yarn_attention_factor(scaling: RopeScaling) -> float:

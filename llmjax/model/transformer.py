@@ -51,8 +51,7 @@ def _layer(
     """The attention of a layer, and what leads to that of the `following` one."""
     block = _block(layer, config)
     assert stream.qkv is not None
-    qkv = stream.qkv[: inputs.pages.shape[0]]
-    attention, cache = block.attention.attend(qkv, inputs, cache, page_offset, window, decode=decode)
+    attention, cache = block.attention.attend(stream.qkv, inputs, cache, page_offset, window, decode=decode)
     behind, in_front = block.params_behind(), None if following is None else _block(following, config).params_in_front()
     residual, next_qkv, meetings = fused_layer(
         attention, stream.residual, stream.meetings, index, behind, in_front,

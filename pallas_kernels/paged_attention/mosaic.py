@@ -222,7 +222,7 @@ def _paged_attention(
 
     tokens, _, head_dim = q.shape
     operands = Operands(
-        _padded(q.reshape(tokens * plan.groups, -1, head_dim), plan.rows).reshape(-1, head_dim),
+        _query_rows(q.reshape(tokens * plan.groups, -1, head_dim), plan),
         k_cache.reshape(-1, head_dim),
         v_cache.reshape(-1, head_dim),
         page_table.astype(jnp.int32),
@@ -244,10 +244,13 @@ def _paged_attention(
     return jnp.where(owned[:, None, None], result, 0)
 
 
-def _padded(q: Array, rows: int) -> Array:
-    """Adds rows of zeros to the heads of each group: only whole groups of 8 can be copied to where wgmma reads them. XLA does
-    it where q is computed, unless that is a kernel."""
-    return jnp.pad(q, ((0, 0), (0, rows - q.shape[1]), (0, 0)))
+def _query_rows(q: Array, plan: Plan) -> Array:
+    """Operand q of the kernel, from the heads of each group. Only whole eights of rows can be copied to where wgmma reads them:
+    fewer than eight are as they are, as the copy fills up with zeros; others are padded, in a launch of its own if a kernel made
+    q."""
+    if plan.few_heads:
+        return q
+    return jnp.pad(q, ((0, 0), (0, plan.rows - q.shape[1]), (0, 0))).reshape(-1, plan.head_dim)
 
 
 def _combine(partials: Partials, q: Array, seq_lens: Array, query_starts: Array, plan: Plan) -> Array:

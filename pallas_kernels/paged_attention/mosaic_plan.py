@@ -65,6 +65,11 @@ class Plan(NamedTuple):
     interpreted: bool
 
     @property
+    def few_heads(self) -> bool:
+        """Whether the query heads of a group are fewer than a copy brings."""
+        return self.heads * self.members < 8
+
+    @property
     def pages(self) -> int:
         """Pages in which the keys of a block lie."""
         return max(1, self.block // self.page)
@@ -119,7 +124,8 @@ class Operands(NamedTuple):
     """What the kernel reads.
 
     Attributes:
-        q: [T * groups * rows, H], query heads in order, rows of zeros behind those of each group.
+        q: query heads in order: [T * groups, heads * members, H] if those are fewer than eight; else [T * groups * rows, H], with
+            rows of zeros behind those of each group.
         k, v: [LP * K * page, H].
         page_table: [R, M]. seq_lens: [R]. query_starts: [R + 1].
         page_offset, window: [1] int32.

@@ -129,9 +129,12 @@ class Work:
         """All query tokens of the CTA. Queries behind the row's last, heads behind the group's last and tile rows behind those
         are computed in vain: they hold what lies there, and nothing of one tile row reaches another."""
         plan = self.plan
-        last = self.inputs["q"].shape[0] // (plan.groups * plan.rows) - 1
+        last = self.inputs["q"].shape[0] // (plan.groups * (1 if plan.few_heads else plan.rows)) - 1
         for index in range(plan.queries):
-            token = lax.min(self.first_token + index, jnp.int32(last))
-            source = self.inputs["q"].at[pl.ds((token * plan.groups + self.group) * plan.rows, plan.rows)]
+            entry = lax.min(self.first_token + index, jnp.int32(last)) * plan.groups + self.group
+            if plan.few_heads:  # a traced start, as rows beyond the last head read as zero
+                source = self.inputs["q"].at[entry, pl.ds(0 * entry, plan.rows)]
+            else:
+                source = self.inputs["q"].at[pl.ds(entry * plan.rows, plan.rows)]
             target = self.buffers["q_tile"].at[pl.ds(index * plan.rows, plan.rows)]
             plgpu.copy_gmem_to_smem(source, target, self.buffers["q_full"])
