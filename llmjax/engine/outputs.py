@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from llmjax.scheduling.request import FinishReason
+from llmjax.telemetry.timings import Timings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,7 @@ class RequestOutput:
         new_text: per choice, the text that may be shown since the previous output; concatenated it equals `text`.
         new_token_ids: per choice, likewise.
         finished: every choice has a finish reason.
+        timings: where its time went, and its counters; with the last output only.
     """
 
     request_id: str
@@ -66,3 +68,4 @@ class RequestOutput:
     new_token_ids: list[list[int]] = dataclasses.field(default_factory=list)
     num_preemptions: int = 0
     finished: bool = False
+    timings: Timings | None = None

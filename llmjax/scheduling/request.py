@@ -53,6 +53,9 @@ class Request:
         last_step: step id of the last launch that may touch `pages`, -1 before the first.
         epoch: grows at each preemption. The scheduler preempts only when no launch is in flight, so that a result always meets
             the epoch it was dispatched in.
+        num_cached_tokens: prompt tokens whose K and V were found in the cache when it was admitted.
+        num_chunks: launches that computed known tokens of it.
+        num_steps: decode steps launched for it.
         ending_ids: every token id that ends the output, as a set (the device and `Scheduler.update` both decide by this).
     """
 
@@ -77,6 +80,9 @@ class Request:
     pages: list[int] = dataclasses.field(default_factory=list)
     last_step: int = -1
     epoch: int = 0
+    num_cached_tokens: int = 0
+    num_chunks: int = 0
+    num_steps: int = 0
     ending_ids: frozenset[int] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -139,12 +145,14 @@ class ScheduledRow:
 
 @dataclasses.dataclass
 class ScheduledBatch:
-    """One launch. `kind` is "extend" (ragged chunks; decoding rows join with one token) or "decode" (`num_steps` steps a row)."""
+    """One launch. `kind` is "extend" (ragged chunks; decoding rows join with one token) or "decode" (`num_steps` steps a row).
+    `preempted` lost their rows so that it could be made."""
 
     step_id: int
     kind: Literal["extend", "decode"]
     num_steps: int
     rows: list[ScheduledRow]
+    preempted: Sequence[Request] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -148,12 +148,12 @@ class Scheduler:
             flight None means that no request is left.
         """
         decoding, prefilling, missing = self._survey()
-        preempted = False
+        preempted: list[Request] = []
         while missing > self._pool.num_free:
             if self._in_flight:
                 return None  # read first: see "Preemption" above
-            self._preempt(self._running[-1])
-            preempted = True
+            preempted.append(self._running[-1])
+            self._preempt(preempted[-1])
             decoding, prefilling, missing = self._survey()
         if self._config.deterministic:
             return self._schedule_apart(decoding, prefilling)
@@ -171,7 +171,7 @@ class Scheduler:
         while num_steps == 1 and budget > 0 and not preempted and self._can_admit():
             rows.append(self._dispatch_chunk(self._admit(), budget, is_new=True))
             budget -= rows[-1].num_tokens
-        return self._launch("decode" if len(rows) == len(decoding) else "extend", num_steps, rows)
+        return self._launch("decode" if len(rows) == len(decoding) else "extend", num_steps, rows, preempted)
 
     def _schedule_apart(self, decoding: list[Request], prefilling: list[Request]) -> ScheduledBatch | None:
         """The next launch of a deterministic engine: one chunk of one prompt, or all rows that decode, in turns.
@@ -188,11 +188,13 @@ class Scheduler:
         steps = self._config.decode_steps
         return self._launch("decode", steps, self._dispatch_decoding(decoding, steps))
 
-    def _launch(self, kind: Literal["extend", "decode"], num_steps: int, rows: list[ScheduledRow]) -> ScheduledBatch | None:
+    def _launch(
+        self, kind: Literal["extend", "decode"], num_steps: int, rows: list[ScheduledRow], preempted: Sequence[Request] = ()
+    ) -> ScheduledBatch | None:
         if not rows:
             assert self._in_flight or not self._requests, "nothing can run, and nothing will change that"
             return None
-        batch = ScheduledBatch(step_id=self._next_step_id, kind=kind, num_steps=num_steps, rows=rows)
+        batch = ScheduledBatch(step_id=self._next_step_id, kind=kind, num_steps=num_steps, rows=rows, preempted=preempted)
         self._next_step_id += 1
         self._last_kind = kind
         self._in_flight.append(batch)
@@ -290,6 +292,7 @@ class Scheduler:
             request.num_computed_tokens = end
             request.num_in_flight += samples
             request.num_left -= samples
+            request.num_steps += samples
             request.last_step = step_id
             rows.append(ScheduledRow(request, request.row, request.epoch, start, samples, (), samples, False, new_pages))
         return rows
@@ -315,6 +318,7 @@ class Scheduler:
         request.num_computed_tokens = end
         request.num_in_flight += samples
         request.num_left -= samples
+        request.num_chunks += 1
         request.last_step = self._next_step_id
         return row
 
