@@ -78,7 +78,8 @@ def test_the_segments_sum_to_the_whole_to_the_nanosecond(marks: list[int], preem
 def finished(**changes: object) -> Timings:
     plain = Timings(
         arrival_ns=0, ingress_ns=MS, queue_ns=2 * MS, batch_ns=3 * MS, compute_ns=4 * MS, egress_ns=5 * MS,
-        first_token_ns=7 * MS, last_token_ns=10 * MS, first_tokens=1, prompt_tokens=9, output_tokens=4, preemptions=1, chunks=2, steps=3,
+        first_token_ns=7 * MS, last_token_ns=10 * MS, first_tokens=1, prompt_tokens=9, output_tokens=4,
+        preemptions=1, chunks=2, steps=3,
     )  # fmt: skip
     return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
 
