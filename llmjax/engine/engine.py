@@ -25,12 +25,13 @@ from llmjax.engine.runner import ModelRunner, PendingStep, Program, on_device
 from llmjax.engine.sample import MAX_STOPS
 from llmjax.engine.self_check import check_finite
 from llmjax.engine.tokenizer import Tokenizer
-from llmjax.errors import ContextLengthError, EngineError, RequestError
+from llmjax.errors import ContextLengthError, EngineError, QueueFullError, RequestError
 from llmjax.model.registry import DecoderConfig, get_model
 from llmjax.sampling_params import SamplingParams
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.request import Request, ScheduledBatch, StepOutput
 from llmjax.scheduling.scheduler import Scheduler
+from llmjax.telemetry.metrics import EngineMetrics
 from llmjax.telemetry.timings import Timeline
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ class Engine:
         self.scheduler = Scheduler(self.config, self.pool)
         self.runner = ModelRunner(model, self.model_config, params, self.config, num_pages=num_pages)
         self.stats = EngineStats(num_pages=num_pages - 1)
+        self.metrics = EngineMetrics([lane.name for lane in self.config.lanes])
+        self.metrics.watch_waiting(lambda: self.scheduler.waiting_by_lane)
         self._live: dict[str, LiveRequest] = {}
         self._owners: dict[Request, LiveRequest] = {}  # of each unfinished choice
         self._pending: collections.deque[PendingStep] = collections.deque()
@@ -109,18 +112,22 @@ class Engine:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        priority: int = 0,
         add_special_tokens: bool = True,
     ) -> str:
-        """Queue a prompt (text, or token ids). Returns its id; raises `RequestError` when it can never be served."""
+        """Queue a prompt (text, or token ids). Of two that wait in one lane, the one with the lower `priority` goes first.
+
+        Returns its id. Raises `RequestError` when it can never be served, `QueueFullError` when its lane is full.
+        """
         arrival_ns = time.monotonic_ns()
         if isinstance(prompt, str):
             ids = self._tokenizer_for("a text prompt").encode(prompt, add_special_tokens=add_special_tokens)
-            return self._add(ids, params, request_id, prompt, arrival_ns)
+            return self._add(ids, params, request_id, prompt, priority, arrival_ns)
         as_list = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # numpy and JAX arrays
         if not isinstance(as_list, list | tuple):
             raise RequestError(f"a prompt is a text or a list of token ids, got {prompt!r:.60}", "prompt")
         ids = [_token_id(item, index) for index, item in enumerate(as_list)]
-        return self._add(ids, params, request_id, None, arrival_ns)
+        return self._add(ids, params, request_id, None, priority, arrival_ns)
 
     def add_chat(
         self,
@@ -128,16 +135,25 @@ class Engine:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        priority: int = 0,
         **template_options: Any,
     ) -> str:
-        """Queue a conversation, rendered by the model's chat template (`template_options` go to it)."""
+        """Queue a conversation, rendered by the model's chat template (`template_options` go to it); see `add_request`."""
         arrival_ns = time.monotonic_ns()
         tokenizer = self._tokenizer_for("chat")
         prompt = tokenizer.render_chat(messages, **template_options)
         ids = tokenizer.encode(prompt, add_special_tokens=False)
-        return self._add(ids, params, request_id, prompt, arrival_ns)
+        return self._add(ids, params, request_id, prompt, priority, arrival_ns)
 
-    def _add(self, ids: list[int], params: SamplingParams, request_id: str | None, prompt: str | None, arrival_ns: int) -> str:
+    def _add(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        request_id: str | None,
+        prompt: str | None,
+        priority: int,
+        arrival_ns: int,
+    ) -> str:
         if request_id is None:
             request_id = next(name for name in map("request-{}".format, self._ids) if name not in self._live)
         elif request_id in self._live:
@@ -158,6 +174,7 @@ class Engine:
                 choice=choice,
                 eos_ids=() if params.ignore_eos else self.eos_ids,
                 arrival_time=arrival_ns * 1e-9,
+                priority=priority,
             )
             for choice in range(params.n)
         ]
@@ -165,6 +182,9 @@ class Engine:
         try:
             for request in requests:
                 self.scheduler.add(request)
+        except QueueFullError as error:  # told by the first choice: nothing was queued
+            self.metrics.refused(error.lane)
+            raise
         except RequestError:
             for request in requests:
                 self.scheduler.abort(request.request_id)
@@ -239,7 +259,8 @@ class Engine:
         if self._failed is not None:
             raise EngineError(self._failed)
         now_ns = time.monotonic_ns()
-        batch = self.scheduler.schedule()
+        self._expire(now_ns)
+        batch = self.scheduler.schedule(now_ns * 1e-9)
         if batch is not None:
             self._pending.append(self._dispatch(batch, now_ns))
             self.stats.launches += 1
@@ -269,6 +290,18 @@ class Engine:
         for timeline in new:
             timeline.dispatched(now_ns)
         return pending
+
+    def _expire(self, now_ns: int) -> None:
+        """Requests that waited too long for their first row are told so."""
+        changed: dict[LiveRequest, None] = {}
+        for request in self.scheduler.expire(now_ns * 1e-9):
+            live = self._owners.pop(request)
+            lane = self.config.lanes[request.lane]
+            live.expire(request, f"the request waited longer than {lane.timeout:g} s for its turn in lane '{lane.name}'")
+            changed[live] = None
+        for live in changed:
+            one = live.output()
+            self._ready.append(self._finish(live, one, now_ns) if one.finished else one)
 
     def _read_oldest(self) -> None:
         result = self._pending[0].result()  # blocks: an interrupt here leaves the launch in place, to be read again
@@ -306,6 +339,8 @@ class Engine:
         self.stats.finished[str(last.outputs[0].finish_reason)] += 1
         live.timeline.ended(ended_ns)
         last.timings = live.timings(time.monotonic_ns())
+        lane = self.config.lanes[live.requests[0].lane].name
+        self.metrics.finished(last.timings, lane=lane, reason=str(last.outputs[0].finish_reason))
         return last
 
     # -- the rest

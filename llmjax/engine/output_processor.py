@@ -87,6 +87,11 @@ class LiveRequest:
         out.text += "".join(deltas)
         return matched is not None
 
+    def expire(self, request: Request, why: str) -> None:
+        """A choice waited too long, and nothing was computed for it."""
+        out = self._outputs[request.choice]
+        out.finish_reason, out.error = "timeout", why
+
     def abort(self) -> RequestOutput:
         """The last output of a request that was aborted: choices still running end with "abort"."""
         for out, text in zip(self._outputs, self._texts, strict=True):

@@ -32,7 +32,7 @@ class CompletionOutput:
     """One choice. `text` excludes what follows a stop; `token_ids` holds every sampled token, the stopping one included.
 
     `logprobs` has one entry a token of `token_ids`. `stop_reason` is the stop string or stop id that ended it, None for the
-    model's own end of sequence or a limit. `error` says why when `finish_reason` is "error".
+    model's own end of sequence or a limit. `error` says why when `finish_reason` is "error" or "timeout".
     """
 
     index: int
