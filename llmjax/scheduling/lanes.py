@@ -72,7 +72,7 @@ class Lanes:
         self.configs = tuple(configs)
         self._lanes = [_Lane(config) for config in configs]
         self._max_wait = max_wait
-        self._turn = 0  # the lane whose round it is
+        self._turn = len(configs) - 1  # the lane whose round it is; the first is next
         self._chunk_turns = [0] * len(configs)
         self._next_ticket = 0
         self._lengths = OutputLengths()
@@ -215,9 +215,9 @@ class Lanes:
                 shares[index] = wants[index]
                 budget -= wants[index]
             if not content:
-                for index in hungry:
-                    shares[index] = parts[index]
-                shares[hungry[0]] += budget - sum(parts.values())
+                over = budget - sum(parts.values())  # less than one for each
+                for place, index in enumerate(hungry):
+                    shares[index] = parts[index] + (place < over)
                 break
             hungry = [index for index in hungry if index not in content]
         return shares
