@@ -3,8 +3,8 @@ the thread's own time.
 
     python -m bench.scheduler_cost --rows 256 --json out.json
 
-Every row is taken and more requests wait, as under load; results come one launch late. `churn` has rows that end and requests that
-come in at nearly every launch, `decode` only rows that go on. Mean and 99th percentile over the launches after the prompts.
+Every row is taken and more requests wait, as under load; results come one launch late. `churn` has rows that end and requests
+that come in at nearly every launch, `decode` only rows that go on. Mean and 99th percentile over the launches after the prompts.
 """
 
 from __future__ import annotations
