@@ -18,6 +18,7 @@ from typing import Any
 
 from llmjax.engine.backend import is_gpu, use_compile_cache
 from llmjax.engine.config import EngineConfig
+from llmjax.engine.engine_trace import EngineTrace
 from llmjax.engine.memory import plan_pages
 from llmjax.engine.output_processor import LiveRequest
 from llmjax.engine.outputs import RequestOutput
@@ -62,6 +63,8 @@ class Engine:
         engine_config: sizes and policies.
         eos_ids: ids that end an output, besides the tokenizer's own.
 
+    `metrics` counts finished requests. Set `trace` to have launches and requests written to a trace file.
+
     The engine is not thread-safe: one thread calls `add_request`, `abort` and `step`.
     """
 
@@ -88,6 +91,7 @@ class Engine:
         self.scheduler = Scheduler(self.config, self.pool)
         self.runner = ModelRunner(model, self.model_config, params, self.config, num_pages=num_pages)
         self.stats = EngineStats(num_pages=num_pages - 1)
+        self.trace: EngineTrace | None = None
         self.metrics = EngineMetrics([lane.name for lane in self.config.lanes])
         self.metrics.watch_waiting(lambda: self.scheduler.waiting_by_lane)
         self._live: dict[str, LiveRequest] = {}
@@ -273,6 +277,7 @@ class Engine:
     def _dispatch(self, batch: ScheduledBatch, scheduled_ns: int) -> PendingStep:
         for request in batch.preempted:
             self._owners[request].timeline.left_row(scheduled_ns)
+        made_ns = time.monotonic_ns()
         new: list[Timeline] = []
         if batch.kind == "extend":
             new = [self._owners[row.request].timeline for row in batch.rows if row.is_new]
@@ -289,6 +294,9 @@ class Engine:
         now_ns = time.monotonic_ns()
         for timeline in new:
             timeline.dispatched(now_ns)
+        if self.trace is not None:
+            counts = {"running": self.scheduler.num_running, "waiting": self.scheduler.num_waiting}
+            self.trace.launched(batch, (scheduled_ns, made_ns), now_ns, **counts, pages=self.pool.num_used)
         return pending
 
     def _expire(self, now_ns: int) -> None:
@@ -304,12 +312,15 @@ class Engine:
             self._ready.append(self._finish(live, one, now_ns) if one.finished else one)
 
     def _read_oldest(self) -> None:
+        waits_ns = time.monotonic_ns()
         result = self._pending[0].result()  # blocks: an interrupt here leaves the launch in place, to be read again
         self._pending.popleft()
-        self._ready += self._process(result)
+        read_ns = time.monotonic_ns()
+        self._ready += self._process(result, read_ns)
+        if self.trace is not None:
+            self.trace.read(result.batch, waits_ns, read_ns, time.monotonic_ns())
 
-    def _process(self, output: StepOutput) -> list[RequestOutput]:
-        now_ns = time.monotonic_ns()
+    def _process(self, output: StepOutput, now_ns: int) -> list[RequestOutput]:
         changed: dict[LiveRequest, None] = {}
         for result in self.scheduler.update(output):
             request = result.request
@@ -340,7 +351,10 @@ class Engine:
         live.timeline.ended(ended_ns)
         last.timings = live.timings(time.monotonic_ns())
         lane = self.config.lanes[live.requests[0].lane].name
-        self.metrics.finished(last.timings, lane=lane, reason=str(last.outputs[0].finish_reason))
+        reason = str(last.outputs[0].finish_reason)
+        self.metrics.finished(last.timings, lane=lane, reason=reason)
+        if self.trace is not None:
+            self.trace.finished(live.timeline, last, lane=lane, reason=reason)
         return last
 
     # -- the rest

@@ -64,6 +64,11 @@ class Timings:
         """From arrival to the last byte."""
         return self.ingress_ns + self.queue_ns + self.batch_ns + self.compute_ns + self.egress_ns
 
+    @property
+    def end_ns(self) -> int:
+        """The last byte, as a point in monotonic time."""
+        return self.arrival_ns + self.total_ns
+
     def seconds(self, segment: Segment) -> float:
         """The length of one segment."""
         return float(getattr(self, f"{segment}_ns")) * 1e-9
@@ -86,26 +91,18 @@ class Timeline:
     A prompt with n choices is one request here. It waits while no unfinished choice has a row.
     """
 
-    __slots__ = ("_arrival", "_first_token", "_first_tokens", "_last_token", "_rows", "_segment", "_since", "_spent")
+    __slots__ = ("_arrival", "_first_token", "_first_tokens", "_last_token", "_rows", "_segment", "_since", "_spent", "marks")
 
     def __init__(self, arrival_ns: int) -> None:
         self._arrival = self._since = arrival_ns
         self._segment: Segment = "ingress"
         self._spent: dict[Segment, int] = dict.fromkeys(SEGMENTS, 0)
+        self.marks: list[tuple[Segment, int]] = [("ingress", arrival_ns)]
+        """The segments so far, and when each began."""
         self._rows = 0
         self._first_token: int | None = None
         self._last_token: int | None = None
         self._first_tokens = 0
-
-    @property
-    def segment(self) -> Segment:
-        """The segment it is in."""
-        return self._segment
-
-    @property
-    def since_ns(self) -> int:
-        """When it entered that."""
-        return self._since
 
     def enqueued(self, now_ns: int) -> None:
         """The scheduler has it."""
@@ -153,7 +150,7 @@ class Timeline:
     ) -> Timings:
         """The last byte is out. Takes the counters of the finished request."""
         assert self._segment == "egress"
-        self._enter("egress", now_ns)
+        self._leave(now_ns)
         return Timings(
             arrival_ns=self._arrival,
             **{f"{segment}_ns": spent for segment, spent in self._spent.items()},
@@ -169,7 +166,11 @@ class Timeline:
         )
 
     def _enter(self, segment: Segment, now_ns: int) -> None:
+        self._leave(now_ns)
+        self._segment = segment
+        self.marks.append((segment, now_ns))
+
+    def _leave(self, now_ns: int) -> None:
         assert now_ns >= self._since, "a monotonic clock went back"
         self._spent[self._segment] += now_ns - self._since
         self._since = now_ns
-        self._segment = segment

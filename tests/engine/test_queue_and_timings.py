@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
+import json
 import time
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,11 +18,14 @@ from scripted_model import CONTEXT, Scripted, ScriptedConfig
 from llmjax.engine import engine as engine_module
 from llmjax.engine.config import LaneConfig
 from llmjax.engine.engine import Engine
+from llmjax.engine.engine_trace import EngineTrace
 from llmjax.engine.llm import LLM
 from llmjax.engine.outputs import RequestOutput
+from llmjax.engine.runner import PendingStep
 from llmjax.errors import QueueFullError, RequestError
 from llmjax.sampling_params import SamplingParams
 from llmjax.telemetry.timings import SEGMENTS, Timings
+from llmjax.telemetry.trace import TraceWriter
 
 LANES = (LaneConfig(name="short", max_tokens=40, weight=3, depth=3, timeout=5.0), LaneConfig(name="long", timeout=60.0))
 
@@ -97,23 +104,28 @@ def test_the_segments_sum_to_the_life_of_each_request(engine: Engine, clock: Clo
 
 def test_each_segment_is_where_the_time_went(engine: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     second = 10**9
-    dispatch, process = engine.runner.dispatch, engine._process
+    dispatch, process, result = engine.runner.dispatch, engine._process, PendingStep.result
 
     def slow_dispatch(batch: object) -> object:
         clock.now += 3 * second
         return dispatch(batch)  # type: ignore[arg-type]
 
-    def slow_processing(output: object) -> object:
-        clock.now += second  # what the device takes
-        return process(output)  # type: ignore[arg-type]
+    def slow_processing(output: object, read_ns: int) -> object:
+        clock.now += second  # the text
+        return process(output, read_ns)  # type: ignore[arg-type]
+
+    def slow_device(pending: PendingStep) -> object:
+        clock.now += 4 * second
+        return result(pending)
 
     monkeypatch.setattr(engine.runner, "dispatch", slow_dispatch)
     monkeypatch.setattr(engine, "_process", slow_processing)
+    monkeypatch.setattr(PendingStep, "result", slow_device)
     engine.add_request([1, 2], params(1))
     clock.now += 2 * second
     (output,) = finish(engine).values()
     made = timings(output)
-    assert [round(made.seconds(name)) for name in SEGMENTS] == [0, 2, 3, 1, 0]
+    assert [round(made.seconds(name)) for name in SEGMENTS] == [0, 2, 3, 4, 1]
 
 
 def test_time_without_a_row_after_a_preemption_is_queue_time(engine: Engine, clock: Clock) -> None:
@@ -213,3 +225,31 @@ def test_lanes_change_no_token(engine: Engine, clock: Clock) -> None:
     assert len(done) == 4
     for request_id, output in done.items():
         assert output.outputs[0].token_ids == [99 + ids[request_id] + i for i in range(4)]
+
+
+def test_the_trace_holds_every_launch_and_every_request(engine: Engine, clock: Clock, tmp_path: Path) -> None:
+    launches = engine.stats.launches
+    with TraceWriter(tmp_path / "trace.json") as writer:
+        engine.trace = EngineTrace(writer, "engine")
+        ids = [engine.add_request([1] * 40, params(40)) for _ in range(2)]  # one loses its row
+        done = finish(engine)
+        engine.trace = None
+    events = json.loads((tmp_path / "trace.json").read_text())
+    tracks = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    for track in ("host", "device"):
+        spans = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e["ph"] == "X" and e["tid"] == tracks[track])
+        assert all(earlier[1] <= later[0] for earlier, later in itertools.pairwise(spans)), "spans overlap"
+        assert collections.Counter(name for *_, name in spans) == (
+            dict.fromkeys(("schedule", "dispatch", "wait", "update"), engine.stats.launches - launches)
+            if track == "host"
+            else collections.Counter(name for *_, name in spans if name in ("extend", "decode"))
+        )
+    for request_id in ids:
+        own = [event for event in events if event.get("id") == request_id]
+        assert own[0]["args"]["queue_ns"] == timings(done[request_id]).queue_ns
+        lengths = collections.Counter[str]()
+        for begin, end in zip(own[1:-1:2], own[2:-1:2], strict=True):
+            assert (begin["ph"], end["ph"], begin["name"]) == ("b", "e", end["name"])
+            lengths[begin["name"]] += round(1000 * (end["ts"] - begin["ts"]))
+        assert lengths == {name: getattr(timings(done[request_id]), f"{name}_ns") for name in SEGMENTS}
+    assert max(event["args"]["used"] for event in events if event["name"] == "pages") == 8

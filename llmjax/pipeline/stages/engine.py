@@ -228,7 +228,12 @@ class EngineKind(StageKind[EngineSection]):
     def run(self, context: StageContext[EngineSection]) -> LLM:
         """Loads the model and builds the engine: returns when it is warm."""
         config = context.config.engine_config(seed=context.runtime.seed, compile_cache=str(context.artifacts / "compile_cache"))
-        return build_engine(context.inputs["model"], config, context)
+        llm = build_engine(context.inputs["model"], config, context)
+        if context.trace is not None:
+            from llmjax.engine.engine_trace import EngineTrace
+
+            llm.engine.trace = EngineTrace(context.trace, context.name)
+        return llm
 
     def summary(self, value: Any) -> Mapping[str, Any]:
         """The pages it has."""
