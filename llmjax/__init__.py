@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llmjax.engine.config import EngineConfig as EngineConfig
+    from llmjax.engine.config import LaneConfig as LaneConfig
     from llmjax.engine.engine import Engine as Engine
     from llmjax.engine.llm import LLM as LLM
     from llmjax.engine.outputs import CompletionOutput as CompletionOutput
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "EngineConfig": "llmjax.engine.config",
+    "LaneConfig": "llmjax.engine.config",
     "Engine": "llmjax.engine.engine",
     "LLM": "llmjax.engine.llm",
     "CompletionOutput": "llmjax.engine.outputs",

@@ -15,6 +15,7 @@ import numpy as np
 
 from llmjax.engine.config import EngineConfig
 from llmjax.sampling_params import SamplingParams
+from llmjax.scheduling.lanes import FIFO, LaneConfig
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.request import Request, RequestState, ScheduledBatch, ScheduledRow, StepOutput
 from llmjax.scheduling.scheduler import Scheduler
@@ -225,6 +226,8 @@ class Simulation:
         decode_steps: int = 1,
         ahead: int = 1,
         deterministic: bool = False,
+        lanes: tuple[LaneConfig, ...] = FIFO,
+        max_wait: float = 10.0,
     ) -> None:
         self.config = EngineConfig(
             max_sequences=max_sequences,
@@ -232,7 +235,10 @@ class Simulation:
             prefill_chunk=prefill_chunk,
             decode_steps=decode_steps,
             deterministic=deterministic,
+            lanes=lanes,
+            max_wait=max_wait,
         )
+        self.now = 0.0  # moved by the test
         self.pool = PagePool(num_pages, page_size)
         self.scheduler = Scheduler(self.config, self.pool)
         self.device = FakeDevice(self.config, num_pages, page_size)
@@ -246,6 +252,7 @@ class Simulation:
         """Add a request, and note what it must give."""
         room = (self.pool.num_pages - 1) * self.pool.page_size - len(request.prompt_ids)
         expected = solo(request, min(request.limit, room))
+        request.arrival_time = self.now
         self.scheduler.add(request)
         self.requests.append(request)
         self.expected[request.request_id] = expected
@@ -253,9 +260,15 @@ class Simulation:
         self.check()
         return request
 
+    def expire(self) -> list[Request]:
+        """End those that waited too long."""
+        expired = self.scheduler.expire(self.now)
+        self.check()
+        return expired
+
     def launch(self) -> ScheduledBatch | None:
         """Schedule, and dispatch what comes."""
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(self.now)
         if batch is not None:
             self.device.dispatch(batch)
             self.batches.append(batch)
@@ -293,7 +306,9 @@ class Simulation:
         for request in self.requests:
             tokens, reason = self.expected[request.request_id]
             assert request.finished
-            if request.finish_reason == "abort":
+            if request.finish_reason == "timeout":
+                assert request.output_ids == []
+            elif request.finish_reason == "abort":
                 assert request.output_ids == tokens[: len(request.output_ids)]
             else:
                 assert (request.output_ids, request.finish_reason) == (tokens, reason)
@@ -307,8 +322,12 @@ class Simulation:
         pages = [page for r in live for page in r.pages]
         assert len(pages) == len(set(pages)), "a page with two owners"
         assert 0 not in pages
+        for lane in {r.lane for r in live}:
+            ordered = sorted((r for r in live if r.lane == lane), key=lambda r: (r.priority, r.ticket))
+            if len({r.priority for r in ordered}) == 1:
+                states = [r.state is RequestState.RUNNING for r in ordered]
+                assert states == sorted(states, reverse=True), "a waiting request came before a running one of its lane"
         states = [r.state is RequestState.RUNNING for r in live]
-        assert states == sorted(states, reverse=True), "a waiting request came before a running one"
         assert (sum(states), len(states)) == (
             self.scheduler.num_running,
             self.scheduler.num_running + self.scheduler.num_waiting,

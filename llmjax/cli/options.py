@@ -48,6 +48,7 @@ MinP = Annotated[float | None, typer.Option(help="Sample among those at least th
 Penalty = Annotated[float | None, typer.Option("--repetition-penalty", help="Above 1, seen tokens become less likely.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this text. Repeatable.")]
+Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write what ran when as a Chrome trace, for ui.perfetto.dev.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 

@@ -26,10 +26,11 @@ from llmjax.cli.options import (
     Random,
     Sets,
     Temperature,
+    Trace,
     Until,
     check_one_model,
 )
-from llmjax.cli.terminal import as_json, table, warn
+from llmjax.cli.terminal import as_json, open_trace, table, warn
 from llmjax.errors import ConfigError, LlmjaxError
 
 if TYPE_CHECKING:
@@ -44,9 +45,12 @@ def run(
     force: Force = None,
     frozen: Annotated[bool, typer.Option("--frozen", help="Fail when a stage's key differs from the lock's.")] = False,
     log: Log = None,
+    trace: Trace = None,
 ) -> None:
     """Run a pipeline."""
-    _run_pipeline(file, log=log, sets=sets or (), overlays=overlay or (), until=until, force=force or (), frozen=frozen)
+    _run_pipeline(
+        file, log=log, sets=sets or (), overlays=overlay or (), until=until, force=force or (), frozen=frozen, trace=trace
+    )
 
 
 def validate(file: File, sets: Sets = None, overlay: Overlays = None) -> None:
@@ -132,6 +136,7 @@ def batch(
     dtype: DTypeOption = None,
     sets: Sets = None,
     log: Log = None,
+    trace: Trace = None,
 ) -> None:
     """Answer a file of requests: the shipped pipeline 'batch', with its main values as options."""
     check_one_model(model, package, random)
@@ -152,7 +157,7 @@ def batch(
     }
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     values["stages.model.source.path"] = None if model is None else str(model)  # None takes the file's own path away
-    _run_pipeline("batch", log=log, sets=sets or (), values=values)
+    _run_pipeline("batch", log=log, sets=sets or (), values=values, trace=trace)
 
 
 def _run_pipeline(
@@ -165,6 +170,7 @@ def _run_pipeline(
     until: str | None = None,
     force: Sequence[str] = (),
     frozen: bool = False,
+    trace: Path | None = None,
 ) -> None:
     from llmjax.pipeline import load, make_reporter
     from llmjax.pipeline import run as run_stages
@@ -178,7 +184,8 @@ def _run_pipeline(
         reporter = make_reporter(form)
         for warning in pipeline.warnings:
             reporter.message("warning", warning)
-        result = run_stages(pipeline, until=until, force=force, frozen=frozen, reporter=reporter)
+        with open_trace(trace) as writer:
+            result = run_stages(pipeline, until=until, force=force, frozen=frozen, reporter=reporter, trace=writer)
     if form == "json":
         stages = [dataclasses.asdict(stage) for stage in result.stages]
         typer.echo(as_json({"pipeline": pipeline.name, "exit_code": result.exit_code, "stages": stages}))

@@ -31,10 +31,11 @@ from llmjax.cli.options import (
     Temperature,
     TopK,
     TopP,
+    Trace,
     Verbose,
     check_one_model,
 )
-from llmjax.cli.terminal import stdin_text, turns
+from llmjax.cli.terminal import open_trace, stdin_text, turns
 from llmjax.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def generate(
     dtype: DTypeOption = None,
     to_json: AsJson = False,
     verbose: Verbose = False,
+    trace: Trace = None,
 ) -> None:
     """Continue prompts. One prompt is shown as it is written."""
     check_one_model(model, package, random)
@@ -71,13 +73,19 @@ def generate(
     params = _params(flags, max_tokens=max_tokens, temperature=temperature, stop=stop, ignore_eos=ignore_eos)
     texts = prompt or [stdin_text()]
     prompts: list[str | list[int]] = [_token_ids(text) if ids else text for text in texts]
-    llm = _llm(model, package, random, max_context=max_context, platform=platform, dtype=dtype, verbose=verbose)
-    if len(prompts) == 1 and params.n == 1 and not to_json and not ids:
-        _, interrupted = _stream(llm, llm.engine.add_request(prompts[0], params))
-        if interrupted:
-            raise KeyboardInterrupt
-        return
-    for given, output in zip(texts, llm.generate(prompts, params), strict=True):
+    with open_trace(trace) as writer:
+        llm = _llm(model, package, random, max_context=max_context, platform=platform, dtype=dtype, verbose=verbose)
+        if writer is not None:
+            from llmjax.engine.engine_trace import EngineTrace
+
+            llm.engine.trace = EngineTrace(writer, "engine")
+        if len(prompts) == 1 and params.n == 1 and not to_json and not ids:
+            _, interrupted = _stream(llm, llm.engine.add_request(prompts[0], params))
+            if interrupted:
+                raise KeyboardInterrupt
+            return
+        outputs = llm.generate(prompts, params)
+    for given, output in zip(texts, outputs, strict=True):
         for choice in output.outputs:
             record = {"prompt": given, "index": choice.index, "text": choice.text, "token_ids": choice.token_ids}
             if to_json:

@@ -1,4 +1,4 @@
-"""Text in from stdin, text and tables out to stdout."""
+"""Text in from stdin, text and tables out to stdout, and the trace file."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from llmjax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from llmjax.telemetry.trace import TraceWriter
 
 
 def stdin_text() -> str:
@@ -55,6 +59,18 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         grid.add_row(*row[: len(columns)])
     width = None if sys.stdout.isatty() else 200  # a file is as wide as it must be
     Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False).print(grid)
+
+
+def open_trace(path: Path | None) -> contextlib.AbstractContextManager[TraceWriter | None]:
+    """A trace file that is complete when the block ends, or None without a path. Raises `ConfigError` if it cannot be written."""
+    if path is None:
+        return contextlib.nullcontext()
+    from llmjax.telemetry.trace import TraceWriter
+
+    try:
+        return TraceWriter(path)
+    except OSError as error:
+        raise ConfigError(f"--trace {path} cannot be written: {error.strerror or error}") from None
 
 
 def as_json(value: Any) -> str:

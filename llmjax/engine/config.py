@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from llmjax.errors import ConfigError
 from llmjax.scheduling.buckets import choose_row_buckets, choose_token_buckets
+from llmjax.scheduling.lanes import FIFO as FIFO
+from llmjax.scheduling.lanes import LaneConfig as LaneConfig
 
 PAGE_SIZES = (16, 32, 64)
 DEFAULT_MAX_CONTEXT = 8192
@@ -28,6 +31,8 @@ class EngineConfig:
             GPU, 1 on a CPU, whose steps dwarf the host's work.
         row_buckets: batch sizes decode programs are compiled for; empty chooses by `max_sequences`.
         token_buckets: token counts extend programs are compiled for; empty chooses by `max_tokens_per_step`.
+        lanes: of the queue, from that of the shortest requests to that of the longest. One lane is first come, first served.
+        max_wait: seconds after which a lane that nobody was taken from is next, whatever the weights say.
         seed: for requests without one; None draws from the operating system.
         compile_cache: folder of the persistent compile cache; None leaves JAX's setting alone.
         deterministic: a request's tokens and logprobs are the same to the bit whatever runs beside it and whenever it came.
@@ -47,6 +52,8 @@ class EngineConfig:
     decode_steps: int | None = None
     row_buckets: tuple[int, ...] = ()
     token_buckets: tuple[int, ...] = ()
+    lanes: tuple[LaneConfig, ...] = FIFO
+    max_wait: float = 10.0
     seed: int | None = None
     compile_cache: str | None = None
     deterministic: bool = False
@@ -60,6 +67,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
         if not 0.0 < self.kv_cache_fraction <= 1.0:
             raise ConfigError(f"kv_cache_fraction must be above 0 and at most 1, got {self.kv_cache_fraction}")
+        self._check_lanes()
         if self.max_tokens_per_step is not None and self.max_tokens_per_step < self.max_sequences:
             raise ConfigError(
                 f"max_tokens_per_step {self.max_tokens_per_step} is below max_sequences {self.max_sequences}: "
@@ -69,6 +77,20 @@ class EngineConfig:
             buckets, last = getattr(self, name), getattr(self, largest)
             if buckets and (list(buckets) != sorted(set(buckets)) or buckets[0] < 1 or buckets[-1] != last):
                 raise ConfigError(f"{name} must rise and end at {largest} ({last or 'not set'}), got {list(buckets)}")
+
+    def _check_lanes(self) -> None:
+        if not (math.isfinite(self.max_wait) and self.max_wait >= 0):
+            raise ConfigError(f"max_wait must be at least 0 seconds, got {self.max_wait}")
+        names = [lane.name for lane in self.lanes]
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"lanes must be one or more with names of their own, got {', '.join(names) or 'none'}")
+        sizes = [lane.max_tokens for lane in self.lanes]
+        bounds = [size for size in sizes[:-1] if size is not None]
+        if sizes[-1] is not None or len(bounds) < len(sizes) - 1 or bounds != sorted(set(bounds)) or (bounds and bounds[0] < 1):
+            raise ConfigError(f"lanes need a max_tokens that rises from lane to lane, and none in the last; got {sizes}")
+        for lane in self.lanes:
+            if lane.weight < 1 or (lane.depth is not None and lane.depth < 1) or (lane.timeout is not None and lane.timeout <= 0):
+                raise ConfigError(f"lanes: weight and depth of lane '{lane.name}' must be at least 1, its timeout above 0")
 
     def resolved(self, *, gpu: bool, model_max_context: int) -> ResolvedConfig:
         """The same with every None that depends on device or model filled in.
@@ -97,6 +119,7 @@ class EngineConfig:
         return ResolvedConfig(
             **dataclasses.asdict(self)
             | {
+                "lanes": self.lanes,
                 "max_context": self.max_context or min(model_max_context, DEFAULT_MAX_CONTEXT),
                 "max_tokens_per_step": tokens,
                 "decode_steps": steps,

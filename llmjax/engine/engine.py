@@ -18,6 +18,7 @@ from typing import Any
 
 from llmjax.engine.backend import is_gpu, use_compile_cache
 from llmjax.engine.config import EngineConfig
+from llmjax.engine.engine_trace import EngineTrace
 from llmjax.engine.memory import plan_pages
 from llmjax.engine.output_processor import LiveRequest
 from llmjax.engine.outputs import RequestOutput
@@ -25,12 +26,14 @@ from llmjax.engine.runner import ModelRunner, PendingStep, Program, on_device
 from llmjax.engine.sample import MAX_STOPS
 from llmjax.engine.self_check import check_finite
 from llmjax.engine.tokenizer import Tokenizer
-from llmjax.errors import ContextLengthError, EngineError, RequestError
+from llmjax.errors import ContextLengthError, EngineError, QueueFullError, RequestError
 from llmjax.model.registry import DecoderConfig, get_model
 from llmjax.sampling_params import SamplingParams
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.request import Request, ScheduledBatch, StepOutput
 from llmjax.scheduling.scheduler import Scheduler
+from llmjax.telemetry.metrics import EngineMetrics
+from llmjax.telemetry.timings import Timeline
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +47,7 @@ class EngineStats:
     num_pages: int = 0
     peak_pages_used: int = 0
     launches: int = 0
-    prompt_tokens_computed: int = 0
+    prompt_tokens_computed: int = 0  # known tokens, those computed again after a preemption included
     output_tokens: int = 0
     preemptions: int = 0
     finished: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -59,6 +62,8 @@ class Engine:
         tokenizer: None serves token ids only.
         engine_config: sizes and policies.
         eos_ids: ids that end an output, besides the tokenizer's own.
+
+    `metrics` counts finished requests. Set `trace` to have launches and requests written to a trace file.
 
     The engine is not thread-safe: one thread calls `add_request`, `abort` and `step`.
     """
@@ -86,6 +91,9 @@ class Engine:
         self.scheduler = Scheduler(self.config, self.pool)
         self.runner = ModelRunner(model, self.model_config, params, self.config, num_pages=num_pages)
         self.stats = EngineStats(num_pages=num_pages - 1)
+        self.trace: EngineTrace | None = None
+        self.metrics = EngineMetrics([lane.name for lane in self.config.lanes])
+        self.metrics.watch_waiting(lambda: self.scheduler.waiting_by_lane)
         self._live: dict[str, LiveRequest] = {}
         self._owners: dict[Request, LiveRequest] = {}  # of each unfinished choice
         self._pending: collections.deque[PendingStep] = collections.deque()
@@ -108,16 +116,22 @@ class Engine:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        priority: int = 0,
         add_special_tokens: bool = True,
     ) -> str:
-        """Queue a prompt (text, or token ids). Returns its id; raises `RequestError` when it can never be served."""
+        """Queue a prompt (text, or token ids). Of two that wait in one lane, the one with the lower `priority` goes first.
+
+        Returns its id. Raises `RequestError` when it can never be served, `QueueFullError` when its lane is full.
+        """
+        arrival_ns = time.monotonic_ns()
         if isinstance(prompt, str):
             ids = self._tokenizer_for("a text prompt").encode(prompt, add_special_tokens=add_special_tokens)
-            return self._add(ids, params, request_id, prompt)
+            return self._add(ids, params, request_id, prompt, priority, arrival_ns)
         as_list = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # numpy and JAX arrays
         if not isinstance(as_list, list | tuple):
             raise RequestError(f"a prompt is a text or a list of token ids, got {prompt!r:.60}", "prompt")
-        return self._add([_token_id(item, index) for index, item in enumerate(as_list)], params, request_id, None)
+        ids = [_token_id(item, index) for index, item in enumerate(as_list)]
+        return self._add(ids, params, request_id, None, priority, arrival_ns)
 
     def add_chat(
         self,
@@ -125,15 +139,25 @@ class Engine:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        priority: int = 0,
         **template_options: Any,
     ) -> str:
-        """Queue a conversation, rendered by the model's chat template (`template_options` go to it)."""
+        """Queue a conversation, rendered by the model's chat template (`template_options` go to it); see `add_request`."""
+        arrival_ns = time.monotonic_ns()
         tokenizer = self._tokenizer_for("chat")
         prompt = tokenizer.render_chat(messages, **template_options)
         ids = tokenizer.encode(prompt, add_special_tokens=False)
-        return self._add(ids, params, request_id, prompt)
+        return self._add(ids, params, request_id, prompt, priority, arrival_ns)
 
-    def _add(self, ids: list[int], params: SamplingParams, request_id: str | None, prompt: str | None) -> str:
+    def _add(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        request_id: str | None,
+        prompt: str | None,
+        priority: int,
+        arrival_ns: int,
+    ) -> str:
         if request_id is None:
             request_id = next(name for name in map("request-{}".format, self._ids) if name not in self._live)
         elif request_id in self._live:
@@ -153,18 +177,23 @@ class Engine:
                 limit=limit,
                 choice=choice,
                 eos_ids=() if params.ignore_eos else self.eos_ids,
-                arrival_time=time.monotonic(),
+                arrival_time=arrival_ns * 1e-9,
+                priority=priority,
             )
             for choice in range(params.n)
         ]
-        live = LiveRequest(request_id, prompt, ids, requests, self.tokenizer)
+        live = LiveRequest(request_id, prompt, ids, requests, self.tokenizer, Timeline(arrival_ns))
         try:
             for request in requests:
                 self.scheduler.add(request)
+        except QueueFullError as error:  # told by the first choice: nothing was queued
+            self.metrics.refused(error.lane)
+            raise
         except RequestError:
             for request in requests:
                 self.scheduler.abort(request.request_id)
             raise
+        live.timeline.enqueued(time.monotonic_ns())
         self._live[request_id] = live
         self._owners |= dict.fromkeys(requests, live)
         return request_id
@@ -212,15 +241,15 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request now; it gets a last output with finish reason "abort". Unknown or finished ids are ignored."""
-        live = self._live.pop(request_id, None)
+        live = self._live.get(request_id)
         if live is None:
             return
+        now_ns = time.monotonic_ns()
         for request in live.requests:
             self._owners.pop(request, None)
             if not request.finished:
                 self.scheduler.abort(request.request_id)
-        self.stats.finished["abort"] += 1
-        self._ready.append(live.abort())
+        self._ready.append(self._finish(live, live.abort(), now_ns))
 
     # -- the loop
 
@@ -233,9 +262,11 @@ class Engine:
         """One turn: launch the next batch, then read the launch before it. Returns the requests that changed."""
         if self._failed is not None:
             raise EngineError(self._failed)
-        batch = self.scheduler.schedule()
+        now_ns = time.monotonic_ns()
+        self._expire(now_ns)
+        batch = self.scheduler.schedule(now_ns * 1e-9)
         if batch is not None:
-            self._pending.append(self._dispatch(batch))
+            self._pending.append(self._dispatch(batch, now_ns))
             self.stats.launches += 1
             self.stats.peak_pages_used = max(self.stats.peak_pages_used, self.pool.num_used)
         if self._pending and (batch is None or len(self._pending) > LAUNCHES_AHEAD):
@@ -243,47 +274,88 @@ class Engine:
         ready, self._ready = self._ready, []
         return ready
 
-    def _dispatch(self, batch: ScheduledBatch) -> PendingStep:
+    def _dispatch(self, batch: ScheduledBatch, scheduled_ns: int) -> PendingStep:
+        for request in batch.preempted:
+            self._owners[request].timeline.left_row(scheduled_ns)
+        made_ns = time.monotonic_ns()
+        new: list[Timeline] = []
+        if batch.kind == "extend":
+            new = [self._owners[row.request].timeline for row in batch.rows if row.is_new]
+            self.stats.prompt_tokens_computed += sum(len(row.token_ids) for row in batch.rows)
+        for timeline in new:
+            timeline.scheduled(scheduled_ns)
         try:
-            return self.runner.dispatch(batch)
+            pending = self.runner.dispatch(batch)
         except BaseException as error:
             # The launch is accounted for, and the device's state may be lost with it: nothing can go on from here.
             reason = (str(error).splitlines() or ["no message"])[0]
             self._failed = f"a launch failed ({type(error).__name__}: {reason}); build a new engine"
             raise
+        now_ns = time.monotonic_ns()
+        for timeline in new:
+            timeline.dispatched(now_ns)
+        if self.trace is not None:
+            counts = {"running": self.scheduler.num_running, "waiting": self.scheduler.num_waiting}
+            self.trace.launched(batch, (scheduled_ns, made_ns), now_ns, **counts, pages=self.pool.num_used)
+        return pending
+
+    def _expire(self, now_ns: int) -> None:
+        """Requests that waited too long for their first row are told so."""
+        changed: dict[LiveRequest, None] = {}
+        for request in self.scheduler.expire(now_ns * 1e-9):
+            live = self._owners.pop(request)
+            lane = self.config.lanes[request.lane]
+            live.expire(request, f"the request waited longer than {lane.timeout:g} s for its turn in lane '{lane.name}'")
+            changed[live] = None
+        for live in changed:
+            one = live.output()
+            self._ready.append(self._finish(live, one, now_ns) if one.finished else one)
 
     def _read_oldest(self) -> None:
+        waits_ns = time.monotonic_ns()
         result = self._pending[0].result()  # blocks: an interrupt here leaves the launch in place, to be read again
         self._pending.popleft()
-        self._ready += self._process(result)
+        read_ns = time.monotonic_ns()
+        self._ready += self._process(result, read_ns)
+        if self.trace is not None:
+            self.trace.read(result.batch, waits_ns, read_ns, time.monotonic_ns())
 
-    def _process(self, output: StepOutput) -> list[RequestOutput]:
+    def _process(self, output: StepOutput, now_ns: int) -> list[RequestOutput]:
         changed: dict[LiveRequest, None] = {}
         for result in self.scheduler.update(output):
             request = result.request
             live = self._owners[request]
             reason = live.take(result, output)
             changed[live] = None
+            if result.tokens:
+                live.timeline.tokens(len(result.tokens), now_ns)
             if reason is None:
                 continue
+            live.timeline.left_row(now_ns)
             del self._owners[request]
             if not request.finished:
                 self.scheduler.finish(request, reason)  # what only the text knows: a stop string, a NaN in the scores
         outputs = []
         for live in changed:
             one = live.output()
-            outputs.append(one)
             for new in one.new_token_ids:
                 self.stats.output_tokens += len(new)
-            if one.finished:
-                del self._live[live.request_id]
-                self._count_finished(live, one)
+            outputs.append(self._finish(live, one, now_ns) if one.finished else one)
         return outputs
 
-    def _count_finished(self, live: LiveRequest, result: RequestOutput) -> None:
-        self.stats.preemptions += result.num_preemptions
-        self.stats.prompt_tokens_computed += len(live.prompt_ids) * len(live.requests)
-        self.stats.finished[str(result.outputs[0].finish_reason)] += 1
+    def _finish(self, live: LiveRequest, last: RequestOutput, ended_ns: int) -> RequestOutput:
+        """Count a request that has ended at `ended_ns`, whatever ended it, and forget it; its last output gets the timings."""
+        del self._live[live.request_id]
+        self.stats.preemptions += last.num_preemptions
+        self.stats.finished[str(last.outputs[0].finish_reason)] += 1
+        live.timeline.ended(ended_ns)
+        last.timings = live.timings(time.monotonic_ns())
+        lane = self.config.lanes[live.requests[0].lane].name
+        reason = str(last.outputs[0].finish_reason)
+        self.metrics.finished(last.timings, lane=lane, reason=reason)
+        if self.trace is not None:
+            self.trace.finished(live.timeline, last, lane=lane, reason=reason)
+        return last
 
     # -- the rest
 

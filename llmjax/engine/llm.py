@@ -13,7 +13,7 @@ from llmjax.engine.config import EngineConfig
 from llmjax.engine.engine import Engine
 from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.tokenizer import Tokenizer, load_tokenizer
-from llmjax.errors import ConfigError, RequestError
+from llmjax.errors import ConfigError, QueueFullError, RequestError
 from llmjax.model.checkpoint.load import LoadedModel, load_model
 from llmjax.model.config import ModelConfig
 from llmjax.model.registry import DecoderConfig
@@ -118,11 +118,20 @@ class LLM:
                 )
         outputs: dict[str, RequestOutput] = {}
         ids: dict[str, None] = {}  # in the order of the prompts
+
+        def step() -> None:
+            outputs.update({one.request_id: one for one in self.engine.step() if one.finished and one.request_id in ids})
+
         try:
             for add, one in zip(adders, each, strict=True):
-                ids[add(one)] = None
+                while True:
+                    try:
+                        ids[add(one)] = None
+                        break
+                    except QueueFullError:
+                        step()
             while len(outputs) < len(ids):
-                outputs |= {one.request_id: one for one in self.engine.step() if one.finished and one.request_id in ids}
+                step()
         except BaseException:  # an interrupt too: nothing of this call may run on inside the next one
             for request_id in ids:
                 self.engine.abort(request_id)

@@ -9,6 +9,7 @@ from llmjax.engine.text_output import ChoiceText, token_text
 from llmjax.engine.tokenizer import Tokenizer
 from llmjax.scheduling.request import FinishReason, Request, StepOutput
 from llmjax.scheduling.results import RequestUpdate
+from llmjax.telemetry.timings import Timeline, Timings
 
 NON_FINITE = (
     "the model's logits were NaN or infinite for this request; with float16 use bfloat16 or float32, else check the weights"
@@ -19,9 +20,16 @@ class LiveRequest:
     """All choices of one prompt. `take` adds what a launch brought, `output` says what is new since the last call."""
 
     def __init__(
-        self, request_id: str, prompt: str | None, prompt_ids: list[int], requests: list[Request], tokenizer: Tokenizer | None
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_ids: list[int],
+        requests: list[Request],
+        tokenizer: Tokenizer | None,
+        timeline: Timeline,
     ) -> None:
         self.request_id = request_id
+        self.timeline = timeline
         self.prompt_ids = prompt_ids
         self.requests = requests
         self._prompt = prompt
@@ -79,6 +87,11 @@ class LiveRequest:
         out.text += "".join(deltas)
         return matched is not None
 
+    def expire(self, request: Request, why: str) -> None:
+        """A choice waited too long, and nothing was computed for it."""
+        out = self._outputs[request.choice]
+        out.finish_reason, out.error = "timeout", why
+
     def abort(self) -> RequestOutput:
         """The last output of a request that was aborted: choices still running end with "abort"."""
         for out, text in zip(self._outputs, self._texts, strict=True):
@@ -87,6 +100,19 @@ class LiveRequest:
                 if text is not None:
                     out.text += text.finish()
         return self.output()
+
+    def timings(self, now_ns: int) -> Timings:
+        """Where the time of the finished request went; `now_ns` is when its last output is handed over."""
+        requests = self.requests
+        return self.timeline.close(
+            now_ns,
+            prompt_tokens=len(self.prompt_ids),
+            cached_tokens=requests[0].num_cached_tokens,
+            output_tokens=sum(len(out.token_ids) for out in self._outputs),
+            preemptions=sum(request.num_preemptions for request in requests),
+            chunks=sum(request.num_chunks for request in requests),
+            steps=sum(request.num_steps for request in requests),
+        )
 
     def output(self) -> RequestOutput:
         """Everything so far, and what is new since the last call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from llmjax.scheduling.request import FinishReason
+from llmjax.telemetry.timings import Timings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class CompletionOutput:
     """One choice. `text` excludes what follows a stop; `token_ids` holds every sampled token, the stopping one included.
 
     `logprobs` has one entry a token of `token_ids`. `stop_reason` is the stop string or stop id that ended it, None for the
-    model's own end of sequence or a limit. `error` says why when `finish_reason` is "error".
+    model's own end of sequence or a limit. `error` says why when `finish_reason` is "error" or "timeout".
     """
 
     index: int
@@ -55,6 +56,7 @@ class RequestOutput:
         new_text: per choice, the text that may be shown since the previous output; concatenated it equals `text`.
         new_token_ids: per choice, likewise.
         finished: every choice has a finish reason.
+        timings: where its time went, and its counters; with the last output only.
     """
 
     request_id: str
@@ -66,3 +68,4 @@ class RequestOutput:
     new_token_ids: list[list[int]] = dataclasses.field(default_factory=list)
     num_preemptions: int = 0
     finished: bool = False
+    timings: Timings | None = None

@@ -19,7 +19,7 @@ API
 ``plan(pipeline, *, force=(), until=None) -> Plan``
     `.stages`: each with `.name`, `.kind`, `.key` (None when a variable is unset), `.action` ("run", "reuse", "off",
     "unused", "beyond"), `.reasons`; `.as_json() -> dict`, `.lines() -> list[str]` for people.
-``run(pipeline, *, until=None, force=(), frozen=False, reporter=None) -> RunResult``
+``run(pipeline, *, until=None, force=(), frozen=False, reporter=None, trace=None) -> RunResult``
     `.exit_code` (0, 2, 3, 4, 5, 130), `.ok`, `.stages` (each with `.name`, `.status`, `.seconds`, `.summary`, `.error`).
     A stage's failure is in the result, not raised; `ConfigErrors` is raised before the first stage for a wrong `until` or
     `force`, a missing input file, or a key that `frozen` refuses.

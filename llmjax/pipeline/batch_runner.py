@@ -9,6 +9,7 @@ A line that cannot be answered becomes a record with an `error`; the others go o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llmjax.engine.outputs import RequestOutput
-from llmjax.errors import ConfigError, LlmjaxError, RequestError, StoreError
+from llmjax.errors import ConfigError, LlmjaxError, QueueFullError, QueueTimeoutError, RequestError, StoreError
 from llmjax.pipeline.batch_input import BatchFormat, BatchInput, BatchLine
 from llmjax.pipeline.batch_output import BatchOutput, Resume
 from llmjax.sampling_params import SamplingParams
-from llmjax.server.responses import error_body, response_body, usage
+from llmjax.server.responses import error_body, error_status, response_body, usage
 
 LINES_AHEAD = 2  # requests kept in the engine, as a multiple of its rows: enough that a row never waits for the file
 
@@ -117,16 +118,17 @@ class BatchReport:
 
 @dataclasses.dataclass
 class _Live:
-    """A line in the engine: one engine request a prompt, and those of their outputs that are finished."""
+    """A line in the engine: `requests` engine requests, one a prompt, and those of their outputs that are finished."""
 
     line: BatchLine
-    request_ids: list[str]
+    requests: int
+    request_ids: list[str] = dataclasses.field(default_factory=list)
     outputs: dict[str, RequestOutput] = dataclasses.field(default_factory=dict)
 
     @property
     def choices(self) -> int:
         assert self.line.request is not None
-        return len(self.request_ids) * self.line.request.params.n
+        return self.requests * self.line.request.params.n
 
 
 def run_batch(
@@ -245,21 +247,33 @@ class _BatchRun:
             return
         request = line.request
         assert request is not None
-        ids: list[str] = []
+        adders: list[Callable[[], str]] = []
+        if request.endpoint == "chat":
+            options = request.template_options
+            adders.append(functools.partial(self._engine.add_chat, list(request.messages), request.params, **options))
+        for prompt in request.prompts:
+            special = request.add_special_tokens
+            adders.append(functools.partial(self._engine.add_request, prompt, request.params, add_special_tokens=special))
+        live = _Live(line, len(adders))
         try:
-            if request.endpoint == "chat":
-                options = request.template_options
-                ids.append(self._engine.add_chat(list(request.messages), request.params, **options))
-            for prompt in request.prompts:
-                ids.append(self._engine.add_request(prompt, request.params, add_special_tokens=request.add_special_tokens))
+            for add in adders:
+                live.request_ids.append(self._once_there_is_room(add))
+                self._live[live.request_ids[-1]] = live
         except RequestError as error:
-            for request_id in ids:
+            for request_id in live.request_ids:
+                self._live.pop(request_id, None)
                 self._engine.abort(request_id)
             self._fail(line, error)
             return
-        live = _Live(line, ids)
-        self._live.update(dict.fromkeys(ids, live))
         self._choices += live.choices
+
+    def _once_there_is_room(self, add: Callable[[], str]) -> str:
+        """A full lane is no reason to fail a line: it waits here."""
+        while True:
+            try:
+                return add()
+            except QueueFullError:
+                self._step()
 
     def _step(self) -> None:
         assert self._engine.has_unfinished, "the engine lost a request"
@@ -269,7 +283,7 @@ class _BatchRun:
                 continue
             del self._live[output.request_id]
             live.outputs[output.request_id] = output
-            if len(live.outputs) == len(live.request_ids):
+            if len(live.outputs) == live.requests:
                 self._choices -= live.choices
                 self._finish(live)
 
@@ -277,6 +291,9 @@ class _BatchRun:
         outputs = [live.outputs[request_id] for request_id in live.request_ids]
         for output in outputs:
             for choice in output.outputs:
+                if choice.finish_reason == "timeout":
+                    self._fail(live.line, QueueTimeoutError(choice.error))
+                    return
                 if choice.finish_reason in ("error", "abort"):
                     self._fail(live.line, LlmjaxError(choice.error or "the request was aborted"))
                     return
@@ -311,8 +328,7 @@ class _BatchRun:
             told["code"] = "invalid_line"
         told["message"] = f"line {line.number}: {told['message']}"
         if self._source.format == "openai":
-            status = 400 if isinstance(error, RequestError) else 500
-            response = None if line.malformed else self._response(line, status, body)
+            response = None if line.malformed else self._response(line, error_status(error), body)
             record = {**self._head(line), "response": response, "error": told, "line": line.number}
         else:
             record = {"id": line.id, "error": told, "line": line.number}

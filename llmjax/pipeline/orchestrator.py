@@ -24,6 +24,7 @@ from llmjax.pipeline.report import MaskingReporter, Reporter, SilentReporter, St
 from llmjax.pipeline.stages import Rejection, StageContext
 from llmjax.pipeline.store import Store
 from llmjax.pipeline.tree import ConfigErrors
+from llmjax.telemetry.trace import TraceWriter
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ def run(
     force: Collection[str] = (),
     frozen: bool = False,
     reporter: Reporter | None = None,
+    trace: TraceWriter | None = None,
 ) -> RunResult:
     """Runs a pipeline.
 
@@ -87,6 +89,7 @@ def run(
         force: stages to run although the store has their result (and those that build on it).
         frozen: fail when a key differs from the lock's.
         reporter: told everything that happens.
+        trace: written to by the stages; the caller closes it.
 
     Stages that fail do not raise: later ones that need them are blocked, the others go on, and the result has the exit code.
     Raises `ConfigErrors` before anything starts.
@@ -98,17 +101,19 @@ def run(
     plan = make_plan(pipeline, digests, force=force, until=until)
     if frozen and (problems := frozen_problems(plan)):
         raise ConfigErrors(problems)
-    return _Run(plan, digests, MaskingReporter(reporter or SilentReporter(), pipeline.mask)).all()
+    return _Run(plan, digests, MaskingReporter(reporter or SilentReporter(), pipeline.mask), trace).all()
 
 
 class _Run:
     """The state of one run."""
 
-    def __init__(self, plan: Plan, digests: Digests, reporter: Reporter) -> None:
+    def __init__(self, plan: Plan, digests: Digests, reporter: Reporter, trace: TraceWriter | None) -> None:
         self.plan = plan
         self.pipeline = plan.pipeline
         self.digests = digests
         self.reporter = reporter
+        self.trace = trace
+        self._process = None if trace is None else trace.process(plan.pipeline.name)
         self.store = Store(self.pipeline.artifacts / "store")
         self.results: dict[str, StageResult] = {}
         self.values: dict[str, Any] = {}
@@ -122,7 +127,12 @@ class _Run:
         """Every stage of the plan; objects still alive are closed at the end, whatever happens."""
         try:
             for stage in self.pipeline.stages:
-                self._one(stage, self.plans[stage.name])
+                began_ns = time.monotonic_ns()
+                try:
+                    self._one(stage, self.plans[stage.name])
+                finally:
+                    if self._process is not None:
+                        self._process.span("stages", stage.name, began_ns, time.monotonic_ns(), kind=stage.kind.name)
                 self._close_after(stage.name)
         except KeyboardInterrupt:
             self._interrupted()
@@ -210,6 +220,7 @@ class _Run:
             artifacts=self.pipeline.artifacts,
             digests=self.digests,
             key=str(planned.key),
+            trace=self.trace,
             folder=folder,
         )
 

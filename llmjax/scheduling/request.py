@@ -18,7 +18,7 @@ from llmjax.sampling_params import SamplingParams
 
 
 class RequestState(enum.Enum):
-    """Life of a request; `PREEMPTED` waits at the head of the queue and is computed again."""
+    """Life of a request; `PREEMPTED` waits at its old place in its lane and is computed again."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -26,7 +26,8 @@ class RequestState(enum.Enum):
     FINISHED = "finished"
 
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
+"""`timeout`: it waited for its first row longer than its lane lets it."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -42,6 +43,10 @@ class Request:
         eos_ids: the model's end-of-sequence ids, empty when `params.ignore_eos`.
         limit: new tokens at most: `params.max_tokens` cut to what the context leaves.
         arrival_time: monotonic seconds.
+        priority: lower ones are let in first, in their lane.
+        lane, ticket, expected_tokens: index of its lane, its place in the order of arrival, and prompt and expected output in
+            tokens; set when it is queued.
+        full_pages: pages at its limit; set when it is queued.
         output_ids: new tokens read back so far.
         num_prefill_tokens: tokens the host knew when it admitted the request (prompt, and output after a preemption). Positions
             from here on are sampled on the device: the request decodes once `num_computed_tokens` has reached this.
@@ -53,6 +58,9 @@ class Request:
         last_step: step id of the last launch that may touch `pages`, -1 before the first.
         epoch: grows at each preemption. The scheduler preempts only when no launch is in flight, so that a result always meets
             the epoch it was dispatched in.
+        num_cached_tokens: prompt tokens whose K and V were found in the cache when it was admitted.
+        num_chunks: launches that computed known tokens of it.
+        num_steps: decode steps launched for it.
         ending_ids: every token id that ends the output, as a set (the device and `Scheduler.update` both decide by this).
     """
 
@@ -64,6 +72,11 @@ class Request:
     choice: int = 0
     eos_ids: tuple[int, ...] = ()
     arrival_time: float = 0.0
+    priority: int = 0
+    lane: int = 0
+    ticket: int = -1
+    expected_tokens: int = 0
+    full_pages: int = 0
     output_ids: list[int] = dataclasses.field(default_factory=list)
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
@@ -77,6 +90,9 @@ class Request:
     pages: list[int] = dataclasses.field(default_factory=list)
     last_step: int = -1
     epoch: int = 0
+    num_cached_tokens: int = 0
+    num_chunks: int = 0
+    num_steps: int = 0
     ending_ids: frozenset[int] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -101,6 +117,13 @@ class Request:
     def stop_ids(self) -> tuple[int, ...]:
         """Every token id that ends the output, once each."""
         return tuple(dict.fromkeys((*self.eos_ids, *self.params.stop_ids)))
+
+    def known_ids(self, start: int, end: int) -> list[int]:
+        """Token ids at positions start..end-1, as many as the host knows."""
+        num_prompt = self.num_prompt_tokens
+        if start >= num_prompt:
+            return self.output_ids[start - num_prompt : end - num_prompt]
+        return self.prompt_ids[start:end] + self.output_ids[: max(0, end - num_prompt)]
 
     @property
     def finished(self) -> bool:
@@ -139,12 +162,14 @@ class ScheduledRow:
 
 @dataclasses.dataclass
 class ScheduledBatch:
-    """One launch. `kind` is "extend" (ragged chunks; decoding rows join with one token) or "decode" (`num_steps` steps a row)."""
+    """One launch. `kind` is "extend" (ragged chunks; decoding rows join with one token) or "decode" (`num_steps` steps a row).
+    `preempted` lost their rows so that it could be made."""
 
     step_id: int
     kind: Literal["extend", "decode"]
     num_steps: int
     rows: list[ScheduledRow]
+    preempted: Sequence[Request] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -1,16 +1,17 @@
 """`Scheduler`: which tokens of which requests the next launch computes, and what a launch's result means for them.
 
-Owns the queue, the device rows and (through the pool) the pages. Knows no text, no JAX and no clock. There is no prefill
+Owns the lanes, the device rows and (through the pool) the pages. Knows no text, no JAX and no clock. There is no prefill
 or decode mode: a request has tokens, and `num_computed_tokens` catches up with them. The engine's loop is
 
-    batch = scheduler.schedule()        # None: nothing to launch before an older result was read
+    batch = scheduler.schedule(now)     # None: nothing to launch before an older result was read
     pending.append(runner.dispatch(batch))
     changes = scheduler.update(pending.popleft().result())
 
 and it may schedule ahead: any number of launches can be in flight. Four rules keep that safe:
 
-*Order.* First come, first served. Every running request came before every waiting one, so a preempted request (always the
-latest running one) goes back to the head of the queue and the order holds. No field says when a request came.
+*Order.* Who waits is let in in the order of `lanes.py`. In a lane, among requests of one priority, every running one came before
+every waiting one: the first is let in, only the last is preempted, and it waits at its old place. With one lane that is first
+come, first served. Between lanes there is no such order: a request may pass one of another lane that does not fit yet.
 
 *Pages.* A request takes the pages of all its known tokens when it is admitted; after that only decoding asks for pages,
 one row at most one page a step. All pages of a launch are taken before it is dispatched. Pages of a request that ended
@@ -18,10 +19,14 @@ while a launch could still write to them return to the pool when the result of t
 
 *Preemption* waits until nothing is in flight (`schedule` returns None until then): what was sampled is read and not thrown
 away, pages of ended requests have come back and may suffice, and the victim's pages are free at once. It costs one bubble.
+The victim is the last of its lane (`choose_victim`), never the oldest of all while another lane has one to give.
 
 *No ping-pong.* A request is admitted only when, beyond the pages of its known tokens, every running row and itself can
 grow by one page, or by one page more for each time it was preempted. So a request that lost its place waits for more room
 each time, at most for all that the rows can ever use. Nothing is admitted in a launch that preempted.
+
+*Turns.* A prompt is computed chunk by chunk, and each launch's tokens are shared anew, so that a short prompt waits for at
+most the launches in flight and not for a long one before it. Rows that decode are in every launch.
 """
 
 from __future__ import annotations
@@ -29,39 +34,15 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
-from llmjax.errors import ContextLengthError, RequestError
+from llmjax.errors import RequestError
+from llmjax.scheduling.admission import Admission
+from llmjax.scheduling.lanes import Lanes
 from llmjax.scheduling.page_pool import PagePool
+from llmjax.scheduling.policy import SchedulerConfig, can_idle, choose_victim, has_work_and_pages
 from llmjax.scheduling.request import FinishReason, Request, RequestState, ScheduledBatch, ScheduledRow, StepOutput
 from llmjax.scheduling.results import RequestUpdate, read_tokens
-
-IDLE_SHARE = 1 / 8
-"""Row steps of a K-step launch that may lie idle behind rows at their limit while requests wait."""
-
-
-class SchedulerConfig(Protocol):
-    """The numbers a scheduler needs; `EngineConfig` has them, and has checked them."""
-
-    @property
-    def max_sequences(self) -> int:
-        """Device rows: requests running at once, at most."""
-
-    @property
-    def max_tokens_per_step(self) -> int:
-        """Tokens of an extend launch, at most; not below `max_sequences`."""
-
-    @property
-    def prefill_chunk(self) -> int:
-        """Tokens of one prompt in one launch, at most."""
-
-    @property
-    def decode_steps(self) -> int:
-        """K: decode steps of one launch when no waiting request could be taken in before it ends."""
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether the launches of a request must not depend on other requests."""
 
 
 class Scheduler:
@@ -73,8 +54,9 @@ class Scheduler:
         self._config = config
         self._pool = pool
         self._requests: dict[str, Request] = {}  # every unfinished request
-        self._waiting: deque[Request] = deque()  # in order of arrival, preempted ones included
-        self._running: list[Request] = []  # in order of arrival, all before the waiting ones; each has a row and pages
+        self._lanes = Lanes(config.lanes, config.max_wait)  # who waits, preempted ones included
+        self._admission = Admission(config, pool, self._lanes)
+        self._running: list[Request] = []  # as they were let in; each has a row and pages
         self._free_rows = list(range(config.max_sequences))  # a heap: the lowest row first, so that few rows mean a small bucket
         self._in_flight: deque[ScheduledBatch] = deque()  # dispatched, result not read; oldest first
         self._next_step_id = 0
@@ -89,12 +71,17 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without a row, preempted ones included."""
-        return len(self._waiting)
+        return len(self._lanes)
 
     @property
     def num_running(self) -> int:
         """Requests with a row."""
         return len(self._running)
+
+    @property
+    def waiting_by_lane(self) -> dict[str, int]:
+        """The same by the name of the lane."""
+        return self._lanes.counts()
 
     # Requests come and go
 
@@ -103,22 +90,16 @@ class Scheduler:
 
         Raises:
             RequestError: an unfinished request has the same id.
+            QueueFullError: its lane is full.
             ContextLengthError: the prompt and one new token need more pages than the pool has.
         """
         assert request.state is RequestState.WAITING
         assert request.prompt_ids
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use: choose another", "request_id")
-        longest = self._pool.capacity * self._pool.page_size
-        if request.num_prompt_tokens + 1 > longest:
-            raise ContextLengthError(
-                f"the prompt has {request.num_prompt_tokens} tokens and with one new token does not fit the page pool of "
-                f"{longest} tokens ({self._pool.capacity} pages of {self._pool.page_size}): shorten it, or raise kv_cache_bytes",
-                "prompt",
-            )
-        request.limit = request.num_left = min(request.limit, longest - request.num_prompt_tokens)
+        self._admission.fit(request)
+        self._lanes.push(request)
         self._requests[request.request_id] = request
-        self._waiting.append(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request with reason "abort", at once even if launches are in flight. None when no unfinished one has this id."""
@@ -138,42 +119,58 @@ class Scheduler:
         else:
             self._end(request, reason)
 
+    def expire(self, now: float) -> list[Request]:
+        """End the requests that have waited for their first row longer than their lane lets them, with reason "timeout"."""
+        expired = self._lanes.expired(now)
+        for request in expired:
+            self._end(request, "timeout")
+        return expired
+
     # What to launch
 
-    def schedule(self) -> ScheduledBatch | None:
+    def schedule(self, now: float = 0.0) -> ScheduledBatch | None:
         """Decide the next launch and account for it as dispatched.
+
+        Args:
+            now: seconds on the clock of `Request.arrival_time`; only several lanes look at it.
 
         Returns:
             the launch, or None when there is nothing to do before the result of an older launch has been read. With none in
             flight None means that no request is left.
         """
         decoding, prefilling, missing = self._survey()
-        preempted = False
+        preempted: list[Request] = []
         while missing > self._pool.num_free:
             if self._in_flight:
                 return None  # read first: see "Preemption" above
-            self._preempt(self._running[-1])
-            preempted = True
+            preempted.append(choose_victim(self._running, self._config.lanes))
+            self._preempt(preempted[-1], now)
             decoding, prefilling, missing = self._survey()
         if self._config.deterministic:
-            return self._schedule_apart(decoding, prefilling)
+            return self._schedule_apart(decoding, prefilling, now)
 
         # Rows that decode always get their token: a long prompt must not stop a running answer.
-        num_steps = 1 if prefilling else self._choose_num_steps(decoding, missing)
+        num_steps = 1 if prefilling else self._choose_num_steps(decoding, missing, now)
         rows = self._dispatch_decoding(decoding, num_steps)
+        if num_steps == 1:
+            rows += self._dispatch_prompts(prefilling, self._config.max_tokens_per_step - len(rows), now, admit=not preempted)
+        return self._launch("decode" if len(rows) == len(decoding) else "extend", num_steps, rows, preempted)
 
-        # What the budget leaves goes to prompts, in order of arrival: first those begun, then new ones.
-        budget = self._config.max_tokens_per_step - len(rows)
+    def _dispatch_prompts(self, prefilling: list[Request], budget: int, now: float, *, admit: bool) -> list[ScheduledRow]:
+        """What decoding leaves goes to prompts: to lanes by weight, in a lane first to those begun, then to new ones."""
+        rows = []
+        left = self._admission.shares(prefilling, self._running, len(self._free_rows) if admit else 0, budget, now)
         for request in prefilling:
-            if budget > 0:
-                rows.append(self._dispatch_chunk(request, budget))
-                budget -= rows[-1].num_tokens
-        while num_steps == 1 and budget > 0 and not preempted and self._can_admit():
-            rows.append(self._dispatch_chunk(self._admit(), budget, is_new=True))
-            budget -= rows[-1].num_tokens
-        return self._launch("decode" if len(rows) == len(decoding) else "extend", num_steps, rows)
+            if left[request.lane] > 0:
+                rows.append(self._dispatch_chunk(request, left[request.lane]))
+                left[request.lane] -= rows[-1].num_tokens
+        while admit and any(left) and (new := self._next(now, left)) is not None:
+            self._admit(new, now)
+            rows.append(self._dispatch_chunk(new, left[new.lane], is_new=True))
+            left[new.lane] -= rows[-1].num_tokens
+        return rows
 
-    def _schedule_apart(self, decoding: list[Request], prefilling: list[Request]) -> ScheduledBatch | None:
+    def _schedule_apart(self, decoding: list[Request], prefilling: list[Request], now: float) -> ScheduledBatch | None:
         """The next launch of a deterministic engine: one chunk of one prompt, or all rows that decode, in turns.
 
         Every launch of a request depends on the request alone: chunks begin at multiples of the chunk size, and decode
@@ -181,18 +178,22 @@ class Scheduler:
         """
         if not decoding or self._last_kind == "decode":
             whole = self._config.max_tokens_per_step
-            if prefilling:
-                return self._launch("extend", 1, [self._dispatch_chunk(prefilling[0], whole)])
-            if self._can_admit():
-                return self._launch("extend", 1, [self._dispatch_chunk(self._admit(), whole, is_new=True)])
+            new = self._next(now)
+            if prompts := [*prefilling, *([new] if new is not None else [])]:
+                request = self._lanes.next_chunk(prompts)
+                if request is new:
+                    self._admit(request, now)
+                return self._launch("extend", 1, [self._dispatch_chunk(request, whole, is_new=request is new)])
         steps = self._config.decode_steps
         return self._launch("decode", steps, self._dispatch_decoding(decoding, steps))
 
-    def _launch(self, kind: Literal["extend", "decode"], num_steps: int, rows: list[ScheduledRow]) -> ScheduledBatch | None:
+    def _launch(
+        self, kind: Literal["extend", "decode"], num_steps: int, rows: list[ScheduledRow], preempted: Sequence[Request] = ()
+    ) -> ScheduledBatch | None:
         if not rows:
             assert self._in_flight or not self._requests, "nothing can run, and nothing will change that"
             return None
-        batch = ScheduledBatch(step_id=self._next_step_id, kind=kind, num_steps=num_steps, rows=rows)
+        batch = ScheduledBatch(step_id=self._next_step_id, kind=kind, num_steps=num_steps, rows=rows, preempted=preempted)
         self._next_step_id += 1
         self._last_kind = kind
         self._in_flight.append(batch)
@@ -212,61 +213,33 @@ class Scheduler:
                 missing += computed >= page_size * len(request.pages)
         return decoding, prefilling, missing
 
-    def _choose_num_steps(self, decoding: Sequence[Request], missing: int) -> int:
+    def _choose_num_steps(self, decoding: Sequence[Request], missing: int, now: float) -> int:
         """K steps when nothing but decoding is to be done, most of the steps have work, and the pages suffice; else one.
 
-        A waiting request that a launch could take in asks for one step. Where none can be taken in before a row or pages
-        come back, K steps make it wait at most that long, and cost what rows that are certain to end (at their limit)
-        would lie idle: up to `IDLE_SHARE` of the launch that is less than what one-step launches cost. An end by a stop id
-        cannot be foreseen, and is not waited for.
+        A waiting request that a launch could take in asks for one step; for one that must wait anyway see `can_idle`.
         """
         steps = self._config.decode_steps
         if steps == 1 or not decoding:
             return 1
-        if self._waiting:
-            if self._can_admit(missing):
+        if len(self._lanes):
+            coming = self._admission.next(self._running, len(self._free_rows), now, promised=missing)
+            if coming is not None or not can_idle(self._running, steps):
                 return 1
-            idle = sum(steps - r.num_left for r in self._running if r.num_left < steps)
-            if idle > IDLE_SHARE * steps * len(self._running):
-                return 1
-        if 2 * max(r.num_left for r in decoding) <= steps:
-            return 1  # every row ends in the first half
-        pages_for, taken = self._pool.pages_for, 0
-        for r in decoding:
-            taken += max(0, pages_for(r.num_computed_tokens + min(steps, r.num_left)) - len(r.pages))
-        return steps if taken <= self._pool.num_free else 1
+        return steps if has_work_and_pages(decoding, steps, self._pool) else 1
 
-    def _can_admit(self, promised: int = 0) -> bool:
-        """Whether a row is free and the pool, less `promised` pages, holds the head of the queue with its reserve (see
-        "No ping-pong" above; in a deterministic engine every row's full length)."""
-        if not self._waiting or not self._free_rows:
-            return False
-        free = self._pool.num_free - promised
-        head = self._waiting[0]
-        known = self._pool.pages_for(head.num_tokens)
-        if known > free:
-            return False
-        growth = [self._full_length(r) - len(r.pages) for r in self._running] + [self._full_length(head) - known]
-        if not self._config.deterministic:
-            per_row = 1 + head.num_preemptions
-            growth = [min(per_row, pages) for pages in growth]
-        return known + sum(growth) <= free
+    def _next(self, now: float, left: Sequence[int] | None = None) -> Request | None:
+        return self._admission.next(self._running, len(self._free_rows), now, left=left)
 
-    def _full_length(self, request: Request) -> int:
-        """Pages at its limit. The last token is sampled but never computed."""
-        return self._pool.pages_for(request.num_prompt_tokens + max(0, request.limit - 1))
-
-    def _admit(self) -> Request:
-        """Give the head of the queue a row."""
-        request = self._waiting.popleft()
+    def _admit(self, request: Request, now: float) -> None:
+        """Give a waiting request a row."""
+        self._lanes.take(request, now)
         request.state = RequestState.RUNNING
         request.row = heapq.heappop(self._free_rows)
         request.num_prefill_tokens = request.num_tokens
         self._running.append(request)
-        return request
 
-    def _preempt(self, request: Request) -> None:
-        """Send the latest running request back to the head of the queue; its known tokens will be computed again."""
+    def _preempt(self, request: Request, now: float) -> None:
+        """Send a running request back to its place in its lane; its known tokens will be computed again."""
         assert not self._in_flight
         assert request.num_in_flight == 0
         self._leave(request)
@@ -274,7 +247,7 @@ class Scheduler:
         request.num_prefill_tokens = request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.epoch += 1
-        self._waiting.appendleft(request)
+        self._lanes.push_front(request, now)
 
     def _dispatch_decoding(self, decoding: Sequence[Request], num_steps: int) -> list[ScheduledRow]:
         """One launch of `num_steps` steps for rows that decode: takes the pages, and counts their tokens as promised."""
@@ -290,6 +263,7 @@ class Scheduler:
             request.num_computed_tokens = end
             request.num_in_flight += samples
             request.num_left -= samples
+            request.num_steps += samples
             request.last_step = step_id
             rows.append(ScheduledRow(request, request.row, request.epoch, start, samples, (), samples, False, new_pages))
         return rows
@@ -306,7 +280,7 @@ class Scheduler:
             epoch=request.epoch,
             start=start,
             num_tokens=end - start,
-            token_ids=_known_ids(request, start, end),
+            token_ids=request.known_ids(start, end),
             samples=samples,
             is_new=is_new,
             new_pages=self._take_pages(request, request.num_prefill_tokens),
@@ -315,6 +289,7 @@ class Scheduler:
         request.num_computed_tokens = end
         request.num_in_flight += samples
         request.num_left -= samples
+        request.num_chunks += 1
         request.last_step = self._next_step_id
         return row
 
@@ -367,7 +342,9 @@ class Scheduler:
         if request.state is RequestState.RUNNING:
             self._leave(request)
         else:
-            self._waiting.remove(request)
+            self._lanes.remove(request)
+        if reason in ("stop", "length"):
+            self._lanes.learn(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.num_in_flight = 0
@@ -397,6 +374,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert the invariants between calls. Costs O(pages): for tests and debugging."""
         self._pool.check_integrity()
+        self._lanes.check_integrity()
         held = Counter(page for r in self._running for page in r.pages)
         held.update(page for _, pages in self._releases for page in pages)
         assert len(held) == self._pool.num_used, "pages are held that no request and no pending release knows"
@@ -404,7 +382,7 @@ class Scheduler:
         launches = {batch.step_id for batch in self._in_flight}
         assert all(last_step in launches for last_step, _ in self._releases), "a release waits for a launch that is over"
         assert sorted([r.row for r in self._running] + self._free_rows) == list(range(self._config.max_sequences))
-        assert sorted(r.request_id for r in (*self._running, *self._waiting)) == sorted(self._requests)
+        assert sorted(r.request_id for r in (*self._running, *self._lanes)) == sorted(self._requests)
         for request in self._running:
             assert request.state is RequestState.RUNNING
             assert len(request.output_ids) + request.num_in_flight + request.num_left == request.limit
@@ -412,15 +390,7 @@ class Scheduler:
             assert len(request.pages) >= self._pool.pages_for(max(request.num_computed_tokens, request.num_prefill_tokens))
             launched = sum(row.samples for batch in self._in_flight for row in batch.rows if row.request is request)
             assert request.num_in_flight == launched
-        for request in self._waiting:
+        for request in self._lanes:
             assert request.state in (RequestState.WAITING, RequestState.PREEMPTED)
             assert not request.pages
             assert (request.row, request.num_computed_tokens, request.num_in_flight) == (-1, 0, 0)
-
-
-def _known_ids(request: Request, start: int, end: int) -> list[int]:
-    """Token ids at positions start..end-1, as many as the host knows."""
-    num_prompt = request.num_prompt_tokens
-    if start >= num_prompt:
-        return request.output_ids[start - num_prompt : end - num_prompt]
-    return request.prompt_ids[start:end] + request.output_ids[: max(0, end - num_prompt)]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
-from llmjax.errors import ContextLengthError, LlmjaxError, RequestError
+from llmjax.errors import ContextLengthError, LlmjaxError, QueueFullError, QueueTimeoutError, RequestError
 from llmjax.server.protocol import ApiRequest
 
 LOWEST_LOGPROB = -9999.0
@@ -73,7 +73,19 @@ def error_body(error: LlmjaxError) -> dict[str, Any]:
     if isinstance(error, RequestError):
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
         return {"error": {"message": str(error), "type": "invalid_request_error", "param": error.param, "code": code}}
-    return {"error": {"message": str(error), "type": "server_error", "param": None, "code": "internal_error"}}
+    kind, code = "server_error", "internal_error"
+    if isinstance(error, QueueFullError):
+        kind, code = "rate_limit_error", "queue_full"
+    elif isinstance(error, QueueTimeoutError):
+        code = "queue_timeout"
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": code}}
+
+
+def error_status(error: LlmjaxError) -> int:
+    """The HTTP status of an error: 400 for the client's, 429 for a full queue, 503 for a wait that was too long, else 500."""
+    if isinstance(error, RequestError):
+        return 400
+    return 429 if isinstance(error, QueueFullError) else 503 if isinstance(error, QueueTimeoutError) else 500
 
 
 # -- choices

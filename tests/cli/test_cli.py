@@ -236,6 +236,20 @@ def test_a_run_shows_its_table_and_writes_its_files(run: Run, pipeline: Path, ll
     assert run("run", pipeline, "--set", "stages.batch.resume=replace", "--until=batch")[0] == 0
 
 
+def test_a_trace_is_a_file_beside_the_run(run: Run, pipeline: Path, llm: FakeLLM, tmp_path: Path) -> None:
+    assert run("run", pipeline, "--trace", tmp_path / "t.json")[0] == 0
+    spans = [event["name"] for event in json.loads((tmp_path / "t.json").read_text()) if event["ph"] == "X"]
+    assert spans == ["model", "engine", "batch"]
+    assert llm.engine.trace is not None
+    assert run("generate", "a", "b", "--random", "llama-8b", "--trace", tmp_path / "g.json")[0] == 0
+    assert json.loads((tmp_path / "g.json").read_text())
+    (tmp_path / "file").write_text("")
+    code, out, err = run("run", pipeline, "--trace", tmp_path / "file" / "t.json")
+    assert (code, out) == (2, "")
+    assert "llmjax: --trace" in err
+    assert "cannot be written" in err
+
+
 def test_a_run_for_machines(run: Run, pipeline: Path, llm: FakeLLM) -> None:
     code, out, err = run("run", pipeline, "--log", "json")
     result = json.loads(out)

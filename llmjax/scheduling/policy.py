@@ -1,0 +1,82 @@
+"""What the scheduler decides from numbers alone: how many steps a launch has, and who loses its row. No state in here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from llmjax.scheduling.lanes import LaneConfig
+from llmjax.scheduling.page_pool import PagePool
+from llmjax.scheduling.request import Request
+
+IDLE_SHARE = 1 / 8
+"""Row steps of a K-step launch that may lie idle behind rows at their limit while requests wait."""
+
+
+class SchedulerConfig(Protocol):
+    """The numbers a scheduler needs; `EngineConfig` has them, and has checked them."""
+
+    @property
+    def max_sequences(self) -> int:
+        """Device rows: requests running at once, at most."""
+
+    @property
+    def max_tokens_per_step(self) -> int:
+        """Tokens of an extend launch, at most; not below `max_sequences`."""
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Tokens of one prompt in one launch, at most."""
+
+    @property
+    def decode_steps(self) -> int:
+        """K: decode steps of one launch when no waiting request could be taken in before it ends."""
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether the launches of a request must not depend on other requests."""
+
+    @property
+    def lanes(self) -> Sequence[LaneConfig]:
+        """The lanes of the queue, shortest requests first."""
+
+    @property
+    def max_wait(self) -> float:
+        """Seconds after which a lane that nobody was taken from is next."""
+
+
+def can_idle(running: Sequence[Request], steps: int) -> bool:
+    """Whether a launch of `steps` steps pays although requests wait that no row or page is free for.
+
+    They wait at most that long, and rows that are certain to end (at their limit) would lie idle: up to `IDLE_SHARE` of the
+    launch that is less than what one-step launches cost. An end by a stop id cannot be foreseen, and is not waited for.
+    """
+    idle = sum(steps - r.num_left for r in running if r.num_left < steps)
+    return idle <= IDLE_SHARE * steps * len(running)
+
+
+def has_work_and_pages(decoding: Sequence[Request], steps: int, pool: PagePool) -> bool:
+    """Whether rows that decode fill at least half of `steps` steps, and the pages for all of them are free."""
+    if 2 * max(r.num_left for r in decoding) <= steps:
+        return False  # every row ends in the first half
+    taken = 0
+    for r in decoding:
+        taken += max(0, pool.pages_for(r.num_computed_tokens + min(steps, r.num_left)) - len(r.pages))
+    return taken <= pool.num_free
+
+
+def choose_victim(running: Sequence[Request], lanes: Sequence[LaneConfig]) -> Request:
+    """Who loses its row when the pages run out: by lane, age and lost work.
+
+    Only the last of a lane (in its order: priority, then arrival) can; of several lanes' last ones the one whose tokens, to be
+    computed again, weigh least, by the weight of its lane. The oldest of all is spared if another lane has one, so that
+    somebody always gets to the end.
+    """
+    last: dict[int, Request] = {}
+    for request in running:
+        other = last.get(request.lane)
+        if other is None or (request.priority, request.ticket) > (other.priority, other.ticket):
+            last[request.lane] = request
+    oldest = min(running, key=lambda r: r.ticket)
+    may_go = [r for r in last.values() if r is not oldest] or [oldest]
+    return min(may_go, key=lambda r: (r.num_computed_tokens * lanes[r.lane].weight, -r.ticket))
