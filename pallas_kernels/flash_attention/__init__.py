@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.flash_attention import xla, xla_gradient
+from pallas_kernels.flash_attention import mosaic, xla, xla_gradient
 from pallas_kernels.flash_attention.xla import Biases, Rows
 
 if TYPE_CHECKING:
@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 FLASH_ATTENTION = Operation("flash_attention", xla.flash_attention)
+FLASH_ATTENTION.register(
+    "mosaic",
+    mosaic.flash_attention,
+    shape_key=mosaic.shape_key,
+    config_type=mosaic.Config,
+    candidates=mosaic.candidates,
+)
 
 
 def flash_attention(

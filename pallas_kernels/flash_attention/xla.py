@@ -165,7 +165,7 @@ class Walk:
 
     def tile(self, index: Array) -> Tile:
         """The tile of a number."""
-        first, live, position, row, length = (lax.dynamic_index_in_dim(x, index, keepdims=False) for x in self.tiles)
+        first, _, live, position, row, length = (lax.dynamic_index_in_dim(x, index, keepdims=False) for x in self.tiles)
         offsets = jnp.arange(self.size, dtype=jnp.int32)
         valid = offsets < live
         positions = position + offsets
