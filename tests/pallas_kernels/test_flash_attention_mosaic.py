@@ -18,6 +18,9 @@ from pallas_kernels.paged_attention import PAGED_ATTENTION, paged_attention
 from pallas_kernels.paged_attention import reference as paged_reference
 from pallas_kernels.paged_attention import shapes as paged_shapes
 
+# Of the interpreter's NumPy, about scores that are masked.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
+
 SMALL = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 64}
 RAGGED = Case(
     name="ragged, starts that are no multiples of 8, tiles cut short at both ends",
@@ -146,3 +149,136 @@ def test_pages_in_front_of_the_window_are_never_seen():
     inputs.k_cache[gone] = inputs.v_cache[gone] = np.nan
     got = run_paged(case, inputs, offset, implementation="flash")
     np.testing.assert_allclose(got, right, rtol=0, atol=2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_no_row_owns_never_reaches_the_output(poison):
+    """Bit for bit the result over a clean pool."""
+    config = Config(keys=64, stages=2, q_stages=2, heads=2)
+    clean, offset = paged_shapes.make_inputs(PAGED, poison=0.0)
+    dirty, _ = paged_shapes.make_inputs(PAGED, poison=poison)
+    results = [run_paged(PAGED, inputs, offset, config=config) for inputs in (clean, dirty)]
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.slow
+def test_gradients_behind_the_kernel_are_those_behind_the_reference():
+    """The backward pass takes the kernel's results; through the public name."""
+    case = dataclasses.replace(RAGGED, rows=((20, 20), (33, 5)), padded_tokens=0, padded_keys=0)
+    inputs = make_inputs(case)
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs[:3])
+    starts = [jnp.asarray(x) for x in inputs[3:]]
+
+    def total(operands, implementation):
+        out = flash_attention(*operands, *starts, implementation=implementation)
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    with plgpu.force_gpu_interpret_mode():
+        found = jax.grad(total)((q, k, v), "mosaic")
+    for one, other in zip(found, jax.grad(total)((q, k, v), "xla"), strict=True):
+        scale = float(jnp.abs(other.astype(jnp.float32)).max())
+        np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=0, atol=3e-2 * scale)
+
+
+@pytest.mark.parametrize("align", [1, 8])
+def test_tiles_hold_every_query_once(align):
+    """At the place that its row gives it, beginning at multiples of the alignment."""
+    random = np.random.default_rng()
+    for _ in range(20):
+        counts = random.integers(0, 70, 6)
+        lengths = np.where(random.random(6) < 0.2, 0, counts + random.integers(0, 50, 6)).astype(np.int32)
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        tokens = int(starts[-1]) + 3
+        tiles, count = cut(jnp.asarray(starts), jnp.asarray(lengths), 16, tokens, align)
+        found = {}
+        for index, (first, dead, live, position, row, length) in enumerate(np.stack(tiles).T):
+            assert (index < count) == (live > dead)
+            assert first % align == 0
+            assert length == (lengths[row] if index < count else 0)
+            for offset in range(dead, live):
+                assert first + offset not in found
+                found[first + offset] = position + offset
+        right = {
+            starts[row] + i: lengths[row] - counts[row] + i for row in range(6) if lengths[row] for i in range(counts[row])
+        }
+        assert found == right
+
+
+def bf16(*shape):
+    return jnp.zeros(shape, jnp.bfloat16)
+
+
+ROWS = Rows(jnp.array([0, 16]), jnp.array([0, 16]), jnp.int32(0))
+NONE = Biases(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": jnp.zeros((16, 4, 64))}, "bfloat16 only, got float32 queries"),
+        ({"q": bf16(16, 4, 72), "k": bf16(16, 2, 72)}, "head dims 64, 80, .*, got 72"),
+        ({"biases": Biases(None, None, jnp.zeros((1, 16, 16)))}, "no additive mask"),
+        ({"biases": Biases(jnp.zeros(4), None, None), "causal": False}, "biases by distance only where causal"),
+        ({"biases": Biases(None, jnp.zeros((4, 1025)), None)}, "at most 1024 distances, got 1025"),
+        ({"scale": -1.0}, "a positive scale"),
+        ({"config": Config(96, 2, 2, 2)}, "blocks of 64 or 128 keys, got 96"),
+        ({"config": Config(64, 1, 2, 2)}, "at least two blocks in flight"),
+        ({"config": Config(64, 2, 3, 2)}, "one or two query tiles"),
+        ({"config": Config(64, 2, 2, 4)}, "4 heads a tile: a power of two that divides 2"),
+        ({"config": Config(128, 9, 2, 2)}, "bytes of shared memory, at most 231424"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_with_the_reason(changes, message):
+    call = {"q": bf16(16, 4, 64), "k": bf16(16, 2, 64), "biases": NONE, "config": None} | {"causal": True, "scale": 1.0} | changes
+    q, k, biases = call.pop("q"), call.pop("k"), call.pop("biases")
+    with pytest.raises(UnsupportedShape, match=message):
+        mosaic.flash_attention(q, k, k, biases, ROWS, **call, soft_cap=0.0, return_lse=False)
+
+
+def paged_call(page=16):
+    pool = bf16(20, 2, page, 64)
+    rows = jnp.zeros((3, 5), jnp.int32), jnp.zeros(3, jnp.int32), jnp.zeros(4, jnp.int32)
+    return bf16(12, 4, 64), pool, pool, *rows
+
+
+@pytest.mark.parametrize(
+    ("page", "options", "message"),
+    [
+        (16, {"decode": True}, "a kernel of their own"),
+        (16, {"decode": False, "max_queries": 4}, "a kernel of their own"),
+        (8, {"decode": False}, "pages of 16, 32, 64 tokens, got 8"),
+    ],
+)
+def test_what_it_cannot_serve_of_pages_is_refused_with_the_reason(page, options, message):
+    with pytest.raises(UnsupportedShape, match=message):
+        mosaic.paged_attention(*paged_call(page), page_offset=0, scale=1.0, **options)
+
+
+def test_every_call_of_paged_attention_has_one_kernel():
+    """Few queries a row or many: what the one refuses the other serves, so that a table's entry is never ambiguous."""
+    for options in ({"decode": False}, {"decode": False, "max_queries": 4}):
+        keys = {}
+        for name in ("mosaic", "flash"):
+            try:
+                keys[name] = PAGED_ATTENTION.implementations[name].shape_key(*paged_call(), page_offset=0, scale=1.0, **options)
+            except UnsupportedShape:
+                continue
+        assert list(keys) == (["mosaic"] if "max_queries" in options else ["flash"])
+
+
+def test_the_key_is_the_shape():
+    key = mosaic.paged_shape_key(*paged_call(), page_offset=0, scale=1.0, decode=False)
+    assert key == {
+        "tokens": 12, "rows": 3, "heads": 4, "kv_heads": 2, "head_dim": 64, "page": 16, "context": 80, "causal": 1, "bias": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("page", [0, 16, 64])
+@pytest.mark.parametrize("model", [(32, 8, 128), (12, 2, 128), (9, 3, 64), (32, 32, 80), (16, 8, 192), (16, 8, 256), (71, 1, 64)])
+def test_candidates_are_servable_different_and_begin_with_the_default(model, page):
+    shape = Shape(2048, 64, *model, page, 8192, 1, 0)
+    found = mosaic.candidates(shape._asdict())
+    assert found[0] == mosaic.default_config(shape)
+    assert len(set(found)) == len(found) > 1
+    assert [config for config in found if mosaic._reason(shape, config)] == []
