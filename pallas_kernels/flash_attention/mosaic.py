@@ -347,5 +347,3 @@ def _plan(shape: Shape, config: Config, relative_bias: Array | None, *, lse: boo
         ctas=tuning.cores() or INTERPRETED_CTAS,
         interpreted=tuning.target() is None,
     )
-
-

@@ -107,7 +107,10 @@ CASES = (
     Case(name="all rows empty", **_SMALL, rows=((0, 0), (0, 0)), padded_tokens=170, padded_keys=352),
     Case(name="both directions", **_SMALL, rows=_RAGGED, causal=False, padded_tokens=5, padded_keys=9),
     Case(name="window", **_SMALL, rows=_RAGGED, window=20, padded_keys=3),
-    Case(name="window in both directions, multi-head", num_heads=2, num_kv_heads=2, head_dim=80, rows=_RAGGED, causal=False, window=70),
+    Case(
+        name="window in both directions, multi-head",
+        num_heads=2, num_kv_heads=2, head_dim=80, rows=_RAGGED, causal=False, window=70,
+    ),
     Case(name="multi-query, soft cap", num_heads=3, num_kv_heads=1, head_dim=24, rows=((150, 150), (40, 3)), soft_cap=1.5),
     Case(name="ALiBi, past the prefix of a long row", **_SMALL, rows=((300, 7), (90, 90)), alibi=True),
     Case(name="ALiBi in both directions", **_SMALL, rows=((130, 130), (20, 5)), alibi=True, causal=False),

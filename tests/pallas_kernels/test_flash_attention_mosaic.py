@@ -1,6 +1,7 @@
 """The Mosaic kernel in the CPU interpreter against the float64 formulas; everything no row owns holds NaN. And its rules."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedShape
-from pallas_kernels.flash_attention import FLASH_ATTENTION, flash_attention, mosaic, reference
+from pallas_kernels.flash_attention import flash_attention, mosaic, reference
 from pallas_kernels.flash_attention.mosaic import Config, Shape
 from pallas_kernels.flash_attention.shapes import Case, make_biases, make_inputs
 from pallas_kernels.flash_attention.tiles import cut
@@ -185,12 +186,13 @@ def test_gradients_behind_the_kernel_are_those_behind_the_reference():
 def test_tiles_hold_every_query_once(align):
     """At the place that its row gives it, beginning at multiples of the alignment."""
     random = np.random.default_rng()
+    tokens = 6 * 70 + 3
+    run = jax.jit(functools.partial(cut, tile=16, tokens=tokens, align=align))
     for _ in range(20):
         counts = random.integers(0, 70, 6)
         lengths = np.where(random.random(6) < 0.2, 0, counts + random.integers(0, 50, 6)).astype(np.int32)
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        tokens = int(starts[-1]) + 3
-        tiles, count = cut(jnp.asarray(starts), jnp.asarray(lengths), 16, tokens, align)
+        tiles, count = run(starts, lengths)
         found = {}
         for index, (first, dead, live, position, row, length) in enumerate(np.stack(tiles).T):
             assert (index < count) == (live > dead)
@@ -199,9 +201,7 @@ def test_tiles_hold_every_query_once(align):
             for offset in range(dead, live):
                 assert first + offset not in found
                 found[first + offset] = position + offset
-        right = {
-            starts[row] + i: lengths[row] - counts[row] + i for row in range(6) if lengths[row] for i in range(counts[row])
-        }
+        right = {starts[row] + i: lengths[row] - counts[row] + i for row in range(6) if lengths[row] for i in range(counts[row])}
         assert found == right
 
 
