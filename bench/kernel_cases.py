@@ -38,6 +38,7 @@ class Case:
         rows: tokens of the call (rows of the batch, in decoding).
         count: calls of this shape in one step of the model.
         bytes: what a call must read from memory at least.
+        flops: what it must multiply and add, where that takes longer than its bytes; 0 where it does not count.
         must, goal: TB/s asked for; None where only the reference is to be beaten.
         query: makes the small operand [T, ...] from a key; the only one that is carried from call to call.
         arguments: (query, data, turn, round) -> the call. `turn` is one of the group's, `round` an int32 scalar.
@@ -50,6 +51,7 @@ class Case:
     rows: int
     count: int
     bytes: int
+    flops: int = 0
     must: float | None = None
     goal: float | None = None
     query: Callable[[jax.Array], jax.Array]

@@ -1,4 +1,4 @@
-"""What else computes decoding attention on this device: cuDNN, JAX's own Triton kernel, and tokamax where it is installed.
+"""What else computes attention on this device: cuDNN, JAX's own Triton kernel, and tokamax where it is installed.
 
 A peer gets the case's data in the layout it wants. It is timed, not compared, and never chosen; where it cannot run, the
 reason is its row.
@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench.flash_cases import FlashCase
 from bench.kernel_cases import Case
 from bench.kernel_timing import Contender
 from pallas_kernels.paged_attention import PAGED_ATTENTION
@@ -23,7 +24,9 @@ CONTIGUOUS_COPIES = 4  # layers whose keys and values are also laid out without 
 
 def peers(case: Case) -> Sequence[Contender]:
     """The peers of a case."""
-    if case.operation is not PAGED_ATTENTION:
+    if isinstance(case, FlashCase):  # cuDNN wants a bias written out over all pairs: no peer of those
+        return () if case.biased else (_prefill(case),)
+    if case.operation is not PAGED_ATTENTION or case.flops:
         return ()
     found = [
         Contender(label="jax triton paged", function=_triton, arguments=case.arguments, data=_heads_first),
@@ -32,6 +35,18 @@ def peers(case: Case) -> Sequence[Contender]:
     if importlib.util.find_spec("tokamax") is not None:
         found += [_contiguous(f"tokamax {name}, contiguous", case, _tokamax(name)) for name in ("mosaic", "triton")]
     return found
+
+
+def _prefill(case: FlashCase) -> Contender:
+    """cuDNN over the same contiguous keys."""
+
+    def function(q: Any, k: Any, v: Any, *_: Any, scale: float, **__: Any) -> Any:
+        window = (case.window - 1, 0) if case.window else None
+        return jax.nn.dot_product_attention(
+            q[None], k[None], v[None], scale=scale, is_causal=True, local_window_size=window, implementation="cudnn"
+        )[0]
+
+    return Contender(label="cudnn", function=function, arguments=case.arguments)
 
 
 def _heads_first(data: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -28,6 +28,8 @@ from pallas_kernels.smoke import TOLERANCE, Call, reference, worst_error
 
 READ_TBS = {"NVIDIA H200": 4.32}  # what a pure read reaches: the floor of a call is its bytes over this
 PEAK_TBS = {"NVIDIA H200": 4.8}  # the memory's own rate: nothing real is above it
+MULTIPLY_TFLOPS = {"NVIDIA H200": 797.0}  # what bf16 matmuls on random data reach
+PEAK_TFLOPS = {"NVIDIA H200": 990.0}
 GAIN = 0.98  # a candidate must take at most this part of the reference's time: less may be noise
 CALL_SECONDS = 5e-6  # what a call costs beside its bytes, about: how long a launch lasts is estimated with it
 LAUNCHES = 5
@@ -156,7 +158,7 @@ def run_group(
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for case in group.cases:
             found, key = contenders(case, group, shapes, limit=limit)
-            floor = case.bytes / READ_TBS.get(device or "", 0.02) / 1e12
+            floor = floor_seconds(case, device) or case.bytes / 0.02e12
             rounds = max(1, math.ceil(launch_seconds / (calls * (floor + CALL_SECONDS))))
             runs = [(one, pool.submit(_compile, one, case, group, shapes, rounds, deadline)) for one in (*found, *peers(case))]
             planned.append((case, key, rounds, runs))
@@ -177,6 +179,13 @@ def run_group(
         ]
         results.append((case, key, measured))
     return results
+
+
+def floor_seconds(case: Case, device: str | None) -> float | None:
+    """The least that a call can take on a device; None for one whose rates are not known."""
+    if device not in READ_TBS:
+        return None
+    return max(case.bytes / READ_TBS[device], case.flops / MULTIPLY_TFLOPS[device]) / 1e12
 
 
 def winner(measured: Iterable[Measured]) -> tuple[Measured | None, Measured | None]:
@@ -250,6 +259,8 @@ def _measure(
                 measured.problem = f"WRONG: error {measured.error:.3g}, allowed {TOLERANCE}"
         if case.bytes / measured.seconds / 1e12 > PEAK_TBS.get(device or "", math.inf):
             measured.problem = "INVALID: faster than the memory, so calls were dropped, merged or answered by the cache"
+        if case.flops / measured.seconds / 1e12 > PEAK_TFLOPS.get(device or "", math.inf):
+            measured.problem = "INVALID: faster than the tensor cores, so calls were dropped or merged"
     except Exception as error:  # as above
         measured.problem = _reason(error)
     return measured

@@ -23,13 +23,17 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.kernel_cases import GROUPS, Case
+from bench.flash_cases import FLASH_GROUPS
+from bench.kernel_cases import GROUPS as STEP_GROUPS
+from bench.kernel_cases import Case
 from bench.kernel_peers import peers
-from bench.kernel_timing import READ_TBS, Measured, config_fields, run_group, winner
+from bench.kernel_timing import Measured, config_fields, floor_seconds, run_group, winner
 from bench.rows import Rows
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import REFERENCE
 from pallas_kernels.matmul import DENSE
+
+GROUPS = {**STEP_GROUPS, **FLASH_GROUPS}
 
 STEP_GOAL_MS = {("llama-8b", 256): 6.2}  # all matmuls of a step
 
@@ -69,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if waiting:
         rows.add(left_out=[group.name for group in waiting])
     _report_steps(rows, outcomes)
-    rows.close(["case", "floor_us", "best_us", "TBs", "xla_us", "must", "goal", "best"])
+    rows.close(["case", "floor_us", "best_us", "TBs", "TFLOPs", "xla_us", "must", "goal", "best"])
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -93,7 +97,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _report(rows: Rows, case: Case, measured: Sequence[Measured], device: str | None) -> None:
     """A row for each contender, and the case's row of the table."""
     for one in measured:
-        figures = {"us": one.seconds * 1e6, "TBs": _rate(case, one), "spread": one.spread, "error": one.error}
+        figures = {"us": one.seconds * 1e6, **_rates(case, one), "spread": one.spread, "error": one.error}
         known = {name: value for name, value in figures.items() if not math.isnan(value)}
         rows.add(contender=one.contender.label, of=f"{case.model} {case.name}", **known, problem=one.problem)
     best, xla = winner(measured)
@@ -104,11 +108,12 @@ def _report(rows: Rows, case: Case, measured: Sequence[Measured], device: str | 
         must = f"beat xla {_verdict(best is not xla)}"
     else:
         must = f"{case.must} {_verdict(_rate(case, best) >= case.must)}"
+    floor = floor_seconds(case, device)
     rows.add(
         case=f"{case.model} {case.name}",
-        floor_us=None if device not in READ_TBS else case.bytes / READ_TBS[device] / 1e6,
+        floor_us=None if floor is None else floor * 1e6,
         best_us=best.seconds * 1e6,
-        TBs=_rate(case, best),
+        **_rates(case, best),
         xla_us=None if xla is None else xla.seconds * 1e6,
         must=must,
         goal=None if case.goal is None else f"{case.goal} {_verdict(_rate(case, best) >= case.goal)}",
@@ -153,6 +158,11 @@ def _entry(case: Case, best: Measured, xla: Measured, key: Mapping[str, int | st
 def _rate(case: Case, measured: Measured) -> float:
     """TB/s."""
     return case.bytes / measured.seconds / 1e12
+
+
+def _rates(case: Case, measured: Measured) -> dict[str, float]:
+    """TB/s, and TFLOP/s of a case that is bound by them."""
+    return {"TBs": _rate(case, measured)} | ({"TFLOPs": case.flops / measured.seconds / 1e12} if case.flops else {})
 
 
 def _verdict(passed: bool) -> str:

@@ -15,7 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tuning
-from pallas_kernels.dispatch import REFERENCE, Operation
+from pallas_kernels.dispatch import REFERENCE, Implementation, Operation, UnsupportedShape
+from pallas_kernels.flash_attention import FLASH_ATTENTION
+from pallas_kernels.flash_attention import shapes as flash_shapes
+from pallas_kernels.flash_attention.xla import Biases, Rows
 from pallas_kernels.fused_layer import FUSED_LAYER, MEETINGS, LayerParams, NextParams
 from pallas_kernels.matmul import DENSE, GATED_DENSE, RESIDUAL_DENSE
 from pallas_kernels.paged_attention import PAGED_ATTENTION
@@ -81,6 +84,8 @@ def check(probes: Sequence[Probe] | None = None) -> list[str]:
     for operation, make, result in PROBES if probes is None else probes:
         for name in sorted({entry["implementation"] for entry in tuning.entries(operation.name)} - {REFERENCE}):
             call = make(np.random.default_rng(seed))
+            if not serves(operation.implementations[name], call):  # another probe of the operation is for it
+                continue
             got = result(operation(*call.args, implementation=name, **call.kwargs))
             error = float(worst_error(got, result(reference(operation, call))))
             if not error <= TOLERANCE:
@@ -93,6 +98,14 @@ def check(probes: Sequence[Probe] | None = None) -> list[str]:
                 )
             compared.append(f"{operation.name}/{name}")
     return compared
+
+
+def serves(implementation: Implementation, call: Call) -> bool:
+    """Whether an implementation takes a call: an operation may have several, each for calls of another kind."""
+    try:
+        return implementation.shape_key is None or bool(implementation.shape_key(*call.args, **call.kwargs))
+    except UnsupportedShape:
+        return False
 
 
 def _dense(random: np.random.Generator) -> Call:
@@ -130,6 +143,35 @@ def _decode_attention(random: np.random.Generator) -> Call:
     return Call(args, kwargs)
 
 
+def _extend_attention(random: np.random.Generator) -> Call:
+    """Prompts, a chunk on a prefix and a decoding row, over several blocks of keys."""
+    case = Case(
+        name="probe",
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=128,
+        page_size=16,
+        rows=((70, 70), (0, 0), (300, 45), (33, 1)),
+        padded_tokens=4,
+        layers=2,
+        layer=1,
+    )
+    inputs, offset = make_inputs(case, seed=int(random.integers(2**31)))
+    args = (*(jnp.asarray(a, jnp.bfloat16) for a in inputs[:3]), *map(jnp.asarray, inputs[3:]))
+    kwargs = {"page_offset": jnp.int32(offset), "scale": case.scale, "window": 0, "soft_cap": 0.0, "decode": False}
+    return Call(args, kwargs)
+
+
+def _flash_attention(random: np.random.Generator) -> Call:
+    case = flash_shapes.Case(
+        name="probe", num_heads=8, num_kv_heads=2, head_dim=128, rows=((70, 70), (0, 0), (300, 45), (33, 1)), padded_tokens=4
+    )
+    inputs = flash_shapes.make_inputs(case, seed=int(random.integers(2**31)))
+    rows = Rows(jnp.asarray(inputs.query_starts), jnp.asarray(inputs.key_starts), jnp.int32(0))
+    args = (*(jnp.asarray(a, jnp.bfloat16) for a in inputs[:3]), Biases(None, None, None), rows)
+    return Call(args, {"causal": True, "scale": case.scale, "soft_cap": 0.0, "return_lse": False})
+
+
 _LAYER_TOKENS = 8
 
 
@@ -157,6 +199,8 @@ PROBES = (
     Probe(RESIDUAL_DENSE, _residual_dense),
     Probe(GATED_DENSE, _gated_dense),
     Probe(PAGED_ATTENTION, _decode_attention),
+    Probe(PAGED_ATTENTION, _extend_attention),
+    Probe(FLASH_ATTENTION, _flash_attention),
     Probe(FUSED_LAYER, _layer, _layer_result),
 )
 

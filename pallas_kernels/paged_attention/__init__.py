@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pallas_kernels.dispatch import Operation
+from pallas_kernels.flash_attention import mosaic as flash
 from pallas_kernels.paged_attention import mosaic, xla
 
 if TYPE_CHECKING:
@@ -18,6 +19,14 @@ PAGED_ATTENTION.register(
     shape_key=mosaic.shape_key,
     config_type=mosaic.Config,
     candidates=mosaic.candidates,
+)
+# Few queries a row are bound by reading their keys, which splits among CTAs; many are bound by multiplying: another kernel.
+PAGED_ATTENTION.register(
+    "flash",
+    flash.paged_attention,
+    shape_key=flash.paged_shape_key,
+    config_type=flash.Config,
+    candidates=flash.candidates,
 )
 
 

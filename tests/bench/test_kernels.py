@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from tiny_models import CONFIGS
 
-from bench import kernel_cases, kernels
+from bench import flash_cases, kernel_cases, kernels
 from bench.kernel_cases import Case, Group, attention_groups, dense_groups
+from bench.kernel_peers import peers
 from bench.kernel_timing import Contender, Measured, contenders, run_group, winner
 from pallas_kernels import smoke, tuning
 from pallas_kernels.dispatch import Operation, UnsupportedShape
@@ -187,3 +188,48 @@ def test_a_step_has_five_matmuls_and_their_bytes() -> None:
             assert case.count == (1 if name == "head" else config.num_layers)
     first, second = groups["out"].data(3)[:2]
     assert not np.array_equal(first["w"], second["w"])
+
+
+@pytest.fixture
+def tiny_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_cases, "preset_config", CONFIGS.__getitem__)
+    monkeypatch.setattr(flash_cases, "CHUNKS", ((20, 13),))
+    monkeypatch.setattr(flash_cases, "CONTEXT", 64)
+    monkeypatch.setattr(flash_cases, "PAGE_SIZES", (16,))
+
+
+@pytest.mark.usefixtures("tiny_prefill")
+def test_prefill_data_are_owned_pages_in_nan_and_its_flops_those_of_visible_pairs() -> None:
+    (group,) = flash_cases.paged_groups("llama")
+    (case,) = group.cases
+    data = group.data(time.time_ns() % 2**31)
+    q = case.query(jax.random.key(1))
+    for turn in group.turns(data):
+        call = case.arguments(q, data, turn, jnp.int32(0))
+        options = {"page_offset": int(call.kwargs["page_offset"]), "scale": call.kwargs["scale"]}
+        right = attention_in_numpy.paged_attention(*map(np.asarray, call.args), **options)
+        got = case.operation(*call.args, implementation="xla", **call.kwargs)
+        assert float(smoke.worst_error(got, jnp.asarray(right))) < 1e-4
+    config = CONFIGS["llama"]
+    assert case.flops == 4 * config.num_heads * config.head_dim * sum(13 + 1 + i for i in range(20))
+    assert np.isfinite(np.asarray(data["k"])).all(axis=(1, 3)).sum() == 33 * flash_cases.TURNS
+    assert peers(case) == ()
+
+
+@pytest.mark.usefixtures("tiny_prefill")
+def test_variants_of_a_prompt_are_different_calls_and_have_a_peer_where_cudnn_can() -> None:
+    groups = {group.cases[0].name: group for group in flash_cases.contiguous_groups("llama")}
+    assert len(groups) == 12
+    seen = {}
+    for name, group in groups.items():
+        (case,) = group.cases
+        data = jax.eval_shape(lambda group=group: group.data(3))
+        result = jax.eval_shape(
+            lambda q, data, case=case: case.operation(*(call := case.arguments(q, data, 1, 0)).args, **call.kwargs),
+            jax.eval_shape(case.query, jax.random.key(0)), data,
+        )  # fmt: skip
+        assert result.shape == (case.rows, CONFIGS["llama"].num_heads, CONFIGS["llama"].head_dim)
+        seen[name] = (data["k"].shape, data["slopes"] is not None, data["bias"] is not None, case.flops)
+        assert [peer.label for peer in peers(case)] == ([] if "ALiBi" in name or "bias" in name else ["cudnn"])
+    assert len(set(seen.values())) == len(seen)
+    assert seen["window 1024, 2048 tokens"][3] < seen["plain, 2048 tokens"][3]

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import smoke, tuning
-from pallas_kernels.dispatch import REFERENCE, Operation
+from pallas_kernels.dispatch import REFERENCE, Operation, UnsupportedShape
 from pallas_kernels.smoke import TOLERANCE, Call, Probe, WrongNumbers, worst_error
 
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132))
@@ -114,12 +114,31 @@ def test_probes_are_calls_their_operation_serves(probe: Probe) -> None:
 
 
 def test_each_kernel_that_may_be_chosen_has_a_probe_it_can_compile() -> None:
+    choosable, lowered = set(), set()
     for operation, make_call, _ in smoke.PROBES:
         call = make_call(np.random.default_rng())
         for name, implementation in operation.implementations.items():
             if implementation.shape_key is not None:
-                implementation.shape_key(*call.args, **call.kwargs)
-                lower_for_h200(operation, name, call)
+                choosable.add((operation.name, name))
+                if smoke.serves(implementation, call):
+                    lower_for_h200(operation, name, call)
+                    lowered.add((operation.name, name))
+    assert lowered == choosable
+
+
+def test_a_probe_for_another_kernel_of_the_operation_is_passed_over(card: Path) -> None:
+    name_in_table(card, "kernel")
+
+    def key(x: jax.Array, *, by: float) -> tuning.Key:
+        if len(x) != 4:
+            raise UnsupportedShape("four rows")
+        return {"tokens": 4}
+
+    operation = Operation("scaled", scaled)
+    operation.register("kernel", lambda x, *, by, config=None: -x, shape_key=key, config_type=Config)
+    assert smoke.check([Probe(operation, lambda random: Call((jnp.ones((3, 8)),), {"by": 1.5}))]) == []
+    with pytest.raises(WrongNumbers):
+        smoke.check([Probe(operation, make)])
 
 
 def lower_for_h200(operation: Operation, name: str, call: Call) -> None:
