@@ -225,6 +225,7 @@ class Simulation:
         decode_steps: int = 1,
         ahead: int = 1,
         deterministic: bool = False,
+        prefix_cache: bool = False,
     ) -> None:
         self.config = EngineConfig(
             max_sequences=max_sequences,
@@ -232,6 +233,7 @@ class Simulation:
             prefill_chunk=prefill_chunk,
             decode_steps=decode_steps,
             deterministic=deterministic,
+            prefix_cache=prefix_cache,
         )
         self.pool = PagePool(num_pages, page_size)
         self.scheduler = Scheduler(self.config, self.pool)

@@ -39,15 +39,27 @@ LAUNCHES_AHEAD = 1  # launches dispatched beyond the one whose result is read ne
 
 @dataclasses.dataclass
 class EngineStats:
-    """Counters since the engine was made."""
+    """Counters since the engine was made.
+
+    `prompt_tokens_queried` are the prompt tokens of requests (each choice) that were looked up in the prefix cache, and
+    `prompt_tokens_cached` those of them that were found. A preempted request is not counted again, nor one with
+    `prompt_logprobs`, which is not looked up. `prompt_tokens_computed` are those of finished requests that were not found.
+    """
 
     num_pages: int = 0
     peak_pages_used: int = 0
     launches: int = 0
     prompt_tokens_computed: int = 0
+    prompt_tokens_queried: int = 0
+    prompt_tokens_cached: int = 0
     output_tokens: int = 0
     preemptions: int = 0
     finished: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompt tokens looked up in the prefix cache that were found; 0 before the first."""
+        return self.prompt_tokens_cached / self.prompt_tokens_queried if self.prompt_tokens_queried else 0.0
 
 
 class Engine:
@@ -96,8 +108,9 @@ class Engine:
         self.runner.warm_up()
         check_finite(self.runner, model, self.model_config, self.config)
         log.info(
-            "engine ready in %.1f s: %d programs, %d pages of %d tokens, context %d",
+            "engine ready in %.1f s: %d programs, %d pages of %d tokens, context %d, prefix cache %s",
             time.perf_counter() - started, len(self.programs), num_pages - 1, self.config.page_size, self.config.max_context,
+            "on" if self.config.prefix_cache else "off",
         )  # fmt: skip
 
     # -- requests
@@ -238,6 +251,7 @@ class Engine:
             self._pending.append(self._dispatch(batch))
             self.stats.launches += 1
             self.stats.peak_pages_used = max(self.stats.peak_pages_used, self.pool.num_used)
+            self.stats.prompt_tokens_queried, self.stats.prompt_tokens_cached = self.scheduler.prefix_tokens
         if self._pending and (batch is None or len(self._pending) > LAUNCHES_AHEAD):
             self._read_oldest()
         ready, self._ready = self._ready, []
@@ -282,7 +296,7 @@ class Engine:
 
     def _count_finished(self, live: LiveRequest, result: RequestOutput) -> None:
         self.stats.preemptions += result.num_preemptions
-        self.stats.prompt_tokens_computed += len(live.prompt_ids) * len(live.requests)
+        self.stats.prompt_tokens_computed += sum(r.num_prompt_tokens - r.num_cached_tokens for r in live.requests)
         self.stats.finished[str(result.outputs[0].finish_reason)] += 1
 
     # -- the rest
@@ -297,11 +311,13 @@ class Engine:
         held, not copied.
 
         Requests that are running go on with the keys and values they have, unless they are preempted and computed
-        again. For tokens of the new weights alone, update when `has_unfinished` is False.
+        again. For tokens of the new weights alone, update when `has_unfinished` is False. Nothing computed before is found in
+        the prefix cache afterwards.
         """
         while self._pending:
             self._read_oldest()
         self.runner.update_params(params)
+        self.scheduler.forget_prefixes()
 
 
 def _token_id(item: Any, index: int) -> int:

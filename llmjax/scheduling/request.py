@@ -49,7 +49,11 @@ class Request:
         num_in_flight: tokens dispatched to be sampled whose values the host has not read yet.
         num_left: new tokens that may still be dispatched: `limit` less those read and those in flight. The scheduler's.
         row: index in the device batch while running, else -1.
-        pages: page ids in order of position, owned by this request.
+        pages: page ids in order of position, held by this request; the first ones may be held by others too, to be read.
+        page_keys: keys of the leading full pages, as far as they were needed; see `PrefixCache`, whose field it is, and the next two.
+        num_committed: leading pages that were found by their keys, or have been given one.
+        commits: whether pages may be given keys: not when they mix keys and values of two sets of weights.
+        num_cached_tokens: prompt tokens that were found in the prefix cache when the request was first admitted.
         last_step: step id of the last launch that may touch `pages`, -1 before the first.
         epoch: grows at each preemption. The scheduler preempts only when no launch is in flight, so that a result always meets
             the epoch it was dispatched in.
@@ -75,6 +79,10 @@ class Request:
     num_preemptions: int = 0
     row: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
+    page_keys: list[bytes] = dataclasses.field(default_factory=list)
+    num_committed: int = 0
+    commits: bool = True
+    num_cached_tokens: int = 0
     last_step: int = -1
     epoch: int = 0
     ending_ids: frozenset[int] = dataclasses.field(init=False)
@@ -91,6 +99,13 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens whose values the host knows: prompt and read output."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    def known_ids(self, start: int, end: int) -> list[int]:
+        """Token ids at positions start..end-1, as many as the host knows."""
+        num_prompt = len(self.prompt_ids)
+        if start >= num_prompt:
+            return self.output_ids[start - num_prompt : end - num_prompt]
+        return self.prompt_ids[start:end] + self.output_ids[: max(0, end - num_prompt)]
 
     @property
     def scores_prompt(self) -> bool:
@@ -120,8 +135,9 @@ class ScheduledRow:
             device has.
         samples: tokens sampled at most: 0 for a chunk that does not reach the last known token, else 1 (extend) or
             steps (decode).
-        is_new: the device must reset this row (settings, page table, counts) before the launch.
-        new_pages: (index in the row's page table, page id) appended by this launch.
+        is_new: the device must reset this row (settings, page table, counts) before the launch. Tokens before `start` are in
+            the pages it was given.
+        new_pages: (index in the row's page table, page id) appended by this launch; all pages of a new row.
         wants_prompt_logprobs: score the chunk's tokens in this launch.
     """
 
@@ -139,12 +155,16 @@ class ScheduledRow:
 
 @dataclasses.dataclass
 class ScheduledBatch:
-    """One launch. `kind` is "extend" (ragged chunks; decoding rows join with one token) or "decode" (`num_steps` steps a row)."""
+    """One launch. `kind` is "extend" (ragged chunks; decoding rows join with one token) or "decode" (`num_steps` steps a row).
+
+    `dirty_pages` may hold NaN and must be zeroed before the launch: a row that ended with an error wrote to them.
+    """
 
     step_id: int
     kind: Literal["extend", "decode"]
     num_steps: int
     rows: list[ScheduledRow]
+    dirty_pages: Sequence[int] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -181,7 +201,8 @@ class StepOutput:
         tokens: int32 [steps, rows]; -1 where the row sampled nothing at that step (finished before, or a chunk in the middle).
         logprobs: float32 [steps, rows] of those tokens.
         ranks: int32 [steps, rows]; 1 is the most likely token.
-        finite: bool [steps, rows]; False where the logits held NaN or nothing but -inf. The token is then -1.
+        finite: bool [steps, rows]; False where the logits held NaN or nothing but -inf. The token is then -1. Also told of a
+            chunk in the middle of a prompt, by the logits after its last token.
         top: alternatives, present when a row asked for logprobs.
         prompt_scores: present when a row asked for prompt logprobs; packed like the launch's tokens.
     """
@@ -193,6 +214,22 @@ class StepOutput:
     finite: np.ndarray
     top: TopLogprobs | None = None
     prompt_scores: PromptScores | None = None
+
+    @property
+    def every_finite(self) -> bool:
+        """Whether no row met NaN."""
+        scores = self.prompt_scores
+        return bool(self.finite.all()) and (scores is None or not np.isnan(scores.logprobs).any())
+
+    def is_finite(self, column: int) -> bool:
+        """Whether what row `column` sampled, and the prompt scores it asked for, are free of NaN."""
+        if not self.finite[:, column].all():
+            return False
+        row, scores = self.batch.rows[column], self.prompt_scores
+        if scores is None or not row.wants_prompt_logprobs:
+            return True
+        first = sum(other.num_tokens for other in self.batch.rows[:column])
+        return not bool(np.isnan(scores.logprobs[first : first + row.num_tokens]).any())
 
     @functools.cached_property
     def token_lists(self) -> list[list[int]]:

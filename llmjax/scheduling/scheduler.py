@@ -14,7 +14,9 @@ latest running one) goes back to the head of the queue and the order holds. No f
 
 *Pages.* A request takes the pages of all its known tokens when it is admitted; after that only decoding asks for pages,
 one row at most one page a step. All pages of a launch are taken before it is dispatched. Pages of a request that ended
-while a launch could still write to them return to the pool when the result of the last such launch has been read.
+while a launch could still write to them return to the pool when the result of the last such launch has been read. Pages that
+the prefix cache finds are shared, and only read; the request's own begin behind them. Pages of a row whose logits were not
+finite are found by nobody, and are zeroed on the device before anyone else's launch (`ScheduledBatch.dirty_pages`).
 
 *Preemption* waits until nothing is in flight (`schedule` returns None until then): what was sampled is read and not thrown
 away, pages of ended requests have come back and may suffice, and the victim's pages are free at once. It costs one bubble.
@@ -28,11 +30,12 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol
 
 from llmjax.errors import ContextLengthError, RequestError
 from llmjax.scheduling.page_pool import PagePool
+from llmjax.scheduling.prefix_cache import PrefixCache
 from llmjax.scheduling.request import FinishReason, Request, RequestState, ScheduledBatch, ScheduledRow, StepOutput
 from llmjax.scheduling.results import RequestUpdate, read_tokens
 
@@ -63,6 +66,10 @@ class SchedulerConfig(Protocol):
     def deterministic(self) -> bool:
         """Whether the launches of a request must not depend on other requests."""
 
+    @property
+    def prefix_cache(self) -> bool:
+        """Whether pages of earlier requests are read again by later ones that begin alike."""
+
 
 class Scheduler:
     """Continuous batching, decided anew for every launch."""
@@ -79,7 +86,12 @@ class Scheduler:
         self._in_flight: deque[ScheduledBatch] = deque()  # dispatched, result not read; oldest first
         self._next_step_id = 0
         self._last_kind: Literal["extend", "decode"] = "decode"
-        self._releases: list[tuple[int, list[int]]] = []  # (step id, pages to free once its result has been read)
+        self._releases: list[tuple[int, list[int], Request]] = []  # (step id, pages to free once its result was read, whose)
+        self._taken_at = [0] * pool.num_pages  # by page: the step that took it last, to be written
+        self._prefixes: PrefixCache | None = None
+        if config.prefix_cache:
+            chunk = min(config.prefill_chunk, config.max_tokens_per_step) if config.deterministic else None
+            self._prefixes = PrefixCache(pool, chunk=chunk)
 
     @property
     def has_unfinished(self) -> bool:
@@ -95,6 +107,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests with a row."""
         return len(self._running)
+
+    @property
+    def prefix_tokens(self) -> tuple[int, int]:
+        """Prompt tokens looked up in the prefix cache, and those found; each request counts once."""
+        return (0, 0) if self._prefixes is None else (self._prefixes.query_tokens, self._prefixes.hit_tokens)
 
     # Requests come and go
 
@@ -192,7 +209,7 @@ class Scheduler:
         if not rows:
             assert self._in_flight or not self._requests, "nothing can run, and nothing will change that"
             return None
-        batch = ScheduledBatch(step_id=self._next_step_id, kind=kind, num_steps=num_steps, rows=rows)
+        batch = ScheduledBatch(self._next_step_id, kind, num_steps, rows, dirty_pages=self._pool.take_dirty())
         self._next_step_id += 1
         self._last_kind = kind
         self._in_flight.append(batch)
@@ -244,13 +261,14 @@ class Scheduler:
         free = self._pool.num_free - promised
         head = self._waiting[0]
         known = self._pool.pages_for(head.num_tokens)
-        if known > free:
+        taken = known if self._prefixes is None else known - self._prefixes.num_held(head)
+        if taken > free:
             return False
         growth = [self._full_length(r) - len(r.pages) for r in self._running] + [self._full_length(head) - known]
         if not self._config.deterministic:
             per_row = 1 + head.num_preemptions
             growth = [min(per_row, pages) for pages in growth]
-        return known + sum(growth) <= free
+        return taken + sum(growth) <= free
 
     def _full_length(self, request: Request) -> int:
         """Pages at its limit. The last token is sampled but never computed."""
@@ -262,6 +280,8 @@ class Scheduler:
         request.state = RequestState.RUNNING
         request.row = heapq.heappop(self._free_rows)
         request.num_prefill_tokens = request.num_tokens
+        if self._prefixes is not None:
+            self._prefixes.begin(request)
         self._running.append(request)
         return request
 
@@ -271,7 +291,7 @@ class Scheduler:
         assert request.num_in_flight == 0
         self._leave(request)
         request.state = RequestState.PREEMPTED
-        request.num_prefill_tokens = request.num_computed_tokens = 0
+        request.num_prefill_tokens = request.num_computed_tokens = request.num_committed = 0
         request.num_preemptions += 1
         request.epoch += 1
         self._waiting.appendleft(request)
@@ -306,10 +326,10 @@ class Scheduler:
             epoch=request.epoch,
             start=start,
             num_tokens=end - start,
-            token_ids=_known_ids(request, start, end),
+            token_ids=request.known_ids(start, end),
             samples=samples,
             is_new=is_new,
-            new_pages=self._take_pages(request, request.num_prefill_tokens),
+            new_pages=self._take_pages(request, request.num_prefill_tokens, all_new=is_new),
             wants_prompt_logprobs=request.scores_prompt and start < request.num_prompt_tokens,
         )
         request.num_computed_tokens = end
@@ -318,12 +338,14 @@ class Scheduler:
         request.last_step = self._next_step_id
         return row
 
-    def _take_pages(self, request: Request, num_tokens: int) -> Sequence[tuple[int, int]]:
-        """Pages for `num_tokens` tokens in all; the new ones as (index, page)."""
+    def _take_pages(self, request: Request, num_tokens: int, all_new: bool = False) -> Sequence[tuple[int, int]]:
+        """Pages for `num_tokens` tokens in all; the new ones as (index, page), with `all_new` all of the row."""
         held = len(request.pages)
         pages = self._pool.allocate(max(0, self._pool.pages_for(num_tokens) - held))
+        for page in pages:
+            self._taken_at[page] = self._next_step_id
         request.pages += pages
-        return list(enumerate(pages, held))
+        return list(enumerate(request.pages)) if all_new else list(enumerate(pages, held))
 
     # What came back
 
@@ -336,10 +358,12 @@ class Scheduler:
         batch = self._in_flight.popleft()
         assert output.batch is batch, "results must be read in the order of the launches"
         updates = []
-        every_finite = bool(output.finite.all())
+        every_finite = output.every_finite
         for column, (row, sampled) in enumerate(zip(batch.rows, output.token_lists, strict=True)):
             request = row.request
             if request.state is RequestState.FINISHED:
+                if not every_finite and not output.is_finite(column):
+                    self._condemn(request)
                 continue  # ended by an earlier launch, by `finish` or by `abort`
             assert row.epoch == request.epoch
             samples = row.samples
@@ -351,10 +375,16 @@ class Scheduler:
                 request.output_ids += tokens
             else:
                 tokens, reason = read_tokens(request, tokens, output.finite[:, column])
+                if not every_finite and not output.is_finite(column):
+                    reason = "error"  # the prompt's scores may be NaN where the logits are not
             if reason is None and len(request.output_ids) == request.limit:
                 # With limit 0 only the prompt's logprobs were asked for: done when the prompt is.
                 done = samples > 0 or row.start + row.num_tokens == request.num_prompt_tokens
                 reason = "length" if done else None
+            if self._prefixes is not None and reason != "error":
+                decoded = batch.kind == "decode"
+                end = row.start + (len(tokens) if decoded else row.num_tokens)
+                self._prefixes.commit(request, row.start, end, decoded=decoded)
             if reason is not None:
                 self._end(request, reason)
             updates.append(RequestUpdate(request, column, tokens, reason is not None))
@@ -364,6 +394,8 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason) -> None:
         """Finish a waiting or running request; what is in flight for it no longer counts."""
         del self._requests[request.request_id]
+        if reason == "error":
+            self._condemn(request)
         if request.state is RequestState.RUNNING:
             self._leave(request)
         else:
@@ -381,28 +413,41 @@ class Scheduler:
         self._running.remove(request)
         heapq.heappush(self._free_rows, request.row)
         if self._in_flight and request.last_step >= self._in_flight[0].step_id:
-            self._releases.append((request.last_step, request.pages))
+            self._releases.append((request.last_step, request.pages, request))
         else:
-            self._pool.free(request.pages)
+            self._pool.free(request.pages[::-1])
         request.row = -1
         request.pages = []
 
     def _release_until(self, step_id: int) -> None:
         """Free the pages no launch after `step_id` can touch."""
-        for last_step, pages in self._releases:
+        for last_step, pages, _ in self._releases:
             if last_step <= step_id:
-                self._pool.free(pages)
+                self._pool.free(pages[::-1])
         self._releases = [release for release in self._releases if release[0] > step_id]
+
+    def _condemn(self, request: Request) -> None:
+        """The request's logits were not finite: its pages may hold NaN, be it running or ended with a launch still in flight."""
+        self._pool.condemn(request.pages)
+        for _, pages, owner in self._releases:
+            if owner is request:
+                self._pool.condemn(pages)
+
+    def forget_prefixes(self) -> None:
+        """No page is found any more, nor given a key by a request that runs now: the weights have changed."""
+        self._pool.forget_all()
+        for request in self._running:
+            request.commits = False
 
     def check_integrity(self) -> None:
         """Assert the invariants between calls. Costs O(pages): for tests and debugging."""
         self._pool.check_integrity()
         held = Counter(page for r in self._running for page in r.pages)
-        held.update(page for _, pages in self._releases for page in pages)
+        held.update(page for _, pages, _ in self._releases for page in pages)
         assert len(held) == self._pool.num_used, "pages are held that no request and no pending release knows"
         assert all(self._pool.holders(page) == count for page, count in held.items())
         launches = {batch.step_id for batch in self._in_flight}
-        assert all(last_step in launches for last_step, _ in self._releases), "a release waits for a launch that is over"
+        assert all(last_step in launches for last_step, _, _ in self._releases), "a release waits for a launch that is over"
         assert sorted([r.row for r in self._running] + self._free_rows) == list(range(self._config.max_sequences))
         assert sorted(r.request_id for r in (*self._running, *self._waiting)) == sorted(self._requests)
         for request in self._running:
@@ -416,11 +461,3 @@ class Scheduler:
             assert request.state in (RequestState.WAITING, RequestState.PREEMPTED)
             assert not request.pages
             assert (request.row, request.num_computed_tokens, request.num_in_flight) == (-1, 0, 0)
-
-
-def _known_ids(request: Request, start: int, end: int) -> list[int]:
-    """Token ids at positions start..end-1, as many as the host knows."""
-    num_prompt = request.num_prompt_tokens
-    if start >= num_prompt:
-        return request.output_ids[start - num_prompt : end - num_prompt]
-    return request.prompt_ids[start:end] + request.output_ids[: max(0, end - num_prompt)]
