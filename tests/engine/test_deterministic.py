@@ -55,7 +55,9 @@ def request(rng: random.Random) -> tuple[list[int], SamplingParams]:
 
 
 def test_the_programs_are_one_of_each_kind(engine: Engine) -> None:
-    assert [program.name for program in engine.programs] == ["reset 8 rows", "decode 4 rows x 3 steps", "extend 16 tokens"]
+    assert [program.name for program in engine.programs] == [
+        "reset 8 rows", "wipe 16 pages", "decode 4 rows x 3 steps", "extend 16 tokens",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("neighbours", [1, 3])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fakes_scheduling import VOCAB, Simulation, make_request
+from fakes_scheduling import NAN_ID, VOCAB, Simulation, make_request
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -20,8 +20,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([1, 2, 3, 7, 16, 50]),
         decode_steps=st.sampled_from([1, 2, 4, 8]),
         deterministic=st.booleans(),
+        prefix_cache=st.booleans(),
     )
-    def start(self, page_size, longest_pages, spare, max_sequences, extra_budget, chunk, decode_steps, deterministic):
+    def start(self, page_size, longest_pages, spare, max_sequences, extra_budget, chunk, decode_steps, deterministic, prefix_cache):
         self.longest = longest_pages * page_size
         self.sim = Simulation(
             num_pages=1 + longest_pages + spare,
@@ -31,6 +32,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefill_chunk=chunk,
             decode_steps=decode_steps,
             deterministic=deterministic,
+            prefix_cache=prefix_cache,
         )
 
     def live(self):
@@ -47,8 +49,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             seed=seed,
             stop_ids=sorted(stop),
             min_tokens=data.draw(st.integers(0, limit), label="min_tokens"),
+            salt=data.draw(st.sampled_from([None, None, "a"]), label="salt"),
         )
+        if data.draw(st.integers(0, 19), label="NaN") == 0:
+            request.prompt_ids[data.draw(st.integers(0, prompt - 1), label="place")] = NAN_ID
         self.sim.add(request)
+
+    @precondition(lambda self: self.sim.requests)
+    @rule(data=st.data(), turn=st.integers(0, 9), seed=st.integers(0, 2000))
+    def next_turn(self, data, turn, seed):
+        """A conversation goes on, or a prompt is sent again, also while the first one runs."""
+        before = data.draw(st.sampled_from(self.sim.requests))
+        history = [*before.prompt_ids, *before.output_ids, *range(turn)][: self.longest - 1]
+        self.sim.add(make_request(f"r{len(self.sim.requests)}", history, 1 + turn, seed=seed, salt=before.params.cache_salt))
+
+    @rule()
+    def new_weights(self):
+        """What is in the cache is of the old ones: nobody may find it, nor what running requests make of it."""
+        self.sim.new_weights()
 
     @precondition(lambda self: len(self.sim.device.launches) < 3)
     @rule()
