@@ -181,7 +181,9 @@ class FakeDevice:
             if index < found:
                 continue
             for _, touched in self.launches:
-                assert touched.get(page, {tenant}) <= {tenant}, f"page {page} reused while a launch of {touched[page]} may touch it"
+                assert touched.get(page, {tenant}) <= {tenant}, (
+                    f"page {page} reused while a launch of {touched[page]} may touch it"
+                )
             assert not any(self.slots.get((page, offset)) == NAN for offset in range(self.page_size)), "NaN was handed on"
             self.writers[page] = tenant
         if row.is_new:

@@ -19,6 +19,7 @@ from typing import Any
 from llmjax.engine.backend import is_gpu, use_compile_cache
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.memory import plan_pages
+from llmjax.engine.memory_map import MemoryMap, live_bytes, memory_map
 from llmjax.engine.output_processor import LiveRequest
 from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.runner import ModelRunner, PendingStep, Program, on_device
@@ -107,6 +108,7 @@ class Engine:
         self._random = random.Random(self.config.seed) if self.config.seed is not None else random.SystemRandom()
         self.runner.warm_up()
         check_finite(self.runner, model, self.model_config, self.config)
+        self._ready_bytes = live_bytes()
         log.info(
             "engine ready in %.1f s: %d programs, %d pages of %d tokens, context %d, prefix cache %s",
             time.perf_counter() - started, len(self.programs), num_pages - 1, self.config.page_size, self.config.max_context,
@@ -254,6 +256,9 @@ class Engine:
             self.stats.prompt_tokens_queried, self.stats.prompt_tokens_cached = self.scheduler.prefix_tokens
         if self._pending and (batch is None or len(self._pending) > LAUNCHES_AHEAD):
             self._read_oldest()
+            if not self._live and not self._pending:
+                for line in self.scheduler.find_leaks():
+                    log.error("nothing runs, but %s: a bug in llmjax; please report it", line)
         ready, self._ready = self._ready, []
         return ready
 
@@ -305,6 +310,26 @@ class Engine:
     def programs(self) -> list[Program]:
         """Every compiled program of this engine."""
         return self.runner.programs
+
+    def memory_map(self) -> MemoryMap:
+        """Where the memory is at this moment, page by page and by purpose."""
+        return memory_map(self.pool, self.scheduler.page_uses(), self.stats.launches, self.runner)
+
+    def find_leaks(self) -> list[str]:
+        """What is held that should not be while nothing runs, one line each; nothing, unless there is a leak.
+
+        Looks at pages, rows, and the arrays alive in the process against those when the engine became ready: arrays that the
+        caller has made or dropped since count too. Pages and rows are also looked at by `step` whenever the last request
+        ends. Raises `EngineError` while something runs.
+        """
+        if self.has_unfinished:
+            raise EngineError("leaks can be told only while nothing runs: call step until has_unfinished is False")
+        self.pool.check_integrity()
+        found = self.scheduler.find_leaks()
+        more = live_bytes() - self._ready_bytes
+        if more > 0:
+            found.append(f"arrays of {more} bytes more are alive than when the engine became ready")
+        return found
 
     def update_params(self, params: Any) -> None:
         """Swap the weights between two steps, e.g. after a training update. Same tree, shapes and dtypes; they are

@@ -24,6 +24,7 @@ from llmjax.engine.sample import MAX_BIAS, MAX_STOPS, PROMPT_BIT, SamplingSettin
 from llmjax.engine.state import (
     ROWS_A_RESET,
     SEEN_A_RESET,
+    DeviceState,
     RowReset,
     SeenTokens,
     init_state,
@@ -128,6 +129,11 @@ class ModelRunner:
     def params(self) -> Any:
         """The parameters in use."""
         return self._params
+
+    @property
+    def arrays(self) -> tuple[Any, KVCache, DeviceState]:
+        """What is held on the device: parameters, cache and state. The next launch donates the latter two: look, do not keep."""
+        return self._params, self._cache, self._state
 
     # -- programs
 
@@ -313,7 +319,7 @@ def _name(kind: str, size: int, steps: int) -> str:
 
 
 def _seen_tokens(rows: list[ScheduledRow]) -> SeenTokens:
-    """The counts of the tokens that rows with a penalty found in the prefix cache; the others' are counted as they are computed."""
+    """Counts of the tokens that rows with a penalty found in the prefix cache; the others are counted as they are computed."""
     found = [no_seen_tokens()]
     for row in rows:
         if not row.start or not _has_penalty(row.request):

@@ -6,19 +6,19 @@ that of (the request's `cache_salt`, its token ids). So equal keys mean equal se
 last, under one salt; nothing else changes what a page holds. The hash is cryptographic (BLAKE2b, 128 bit): one user must
 not be able to make up a prompt that finds another's pages.
 
-*Full pages only, and never the last token.* A request needs the logits after its last known token, so that one is always computed,
-and with it its whole page: a request finds at most the full pages before its last token. The alternative, a copy of the
-last page with one token computed, saves nothing, because a launch of one token costs what a launch of a page does (the
-weights are read once either way), and would need a program that copies. So no one ever writes to a page that another reads, and no
-copy on write is needed.
+*Full pages only, and never the last token.* A request needs the logits after its last known token, so that one is always
+computed, and with it its whole page: a request finds at most the full pages before its last token. The alternative, to copy
+the last page and compute one token, saves nothing: a launch of one token costs what a launch of a page does (the weights are
+read once either way); and it would need a program that copies. So nobody ever writes to a page that another reads, and there
+is no copy on write.
 
 *Nothing is found before it is there.* A page gets its key when the result of the launch that filled it has been read
 (`commit`), never at dispatch: what was in flight when a request was aborted stays nameless. Tokens that were decoded count like
 those of the prompt, so the next turn of a conversation finds the answer too, and a preempted request itself.
 
-*Deterministic engines* compute a prompt in chunks that begin at multiples of the chunk size, and decoding has another program with
-another last bit. There pages are committed only from whole chunks, and a hit ends where a chunk does: what is left is computed in
-the launches it would be without the cache, from keys and values that are the same to the bit.
+*Deterministic engines* compute a prompt in chunks that begin at multiples of the chunk size, and decoding is another program
+with another last bit. There pages are committed only from whole chunks, and a hit ends where a chunk does: what is left is
+computed in the launches it would be without the cache, from keys and values that are the same to the bit.
 """
 
 from __future__ import annotations

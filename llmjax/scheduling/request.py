@@ -50,7 +50,7 @@ class Request:
         num_left: new tokens that may still be dispatched: `limit` less those read and those in flight. The scheduler's.
         row: index in the device batch while running, else -1.
         pages: page ids in order of position, held by this request; the first ones may be held by others too, to be read.
-        page_keys: keys of the leading full pages, as far as they were needed; see `PrefixCache`, whose field it is, and the next two.
+        page_keys: keys of the leading full pages, as far as they were needed. This and the next three are `PrefixCache`'s.
         num_committed: leading pages that were found by their keys, or have been given one.
         commits: whether pages may be given keys: not when they mix keys and values of two sets of weights.
         num_cached_tokens: prompt tokens that were found in the prefix cache when the request was first admitted.

@@ -30,10 +30,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from llmjax.errors import ContextLengthError, RequestError
+from llmjax.scheduling.page_map import PageUse, page_uses
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.prefix_cache import PrefixCache
 from llmjax.scheduling.request import FinishReason, Request, RequestState, ScheduledBatch, ScheduledRow, StepOutput
@@ -87,7 +88,7 @@ class Scheduler:
         self._next_step_id = 0
         self._last_kind: Literal["extend", "decode"] = "decode"
         self._releases: list[tuple[int, list[int], Request]] = []  # (step id, pages to free once its result was read, whose)
-        self._taken_at = [0] * pool.num_pages  # by page: the step that took it last, to be written
+        self._taken_at = [0] * pool.num_pages  # by page: the step that took it last, to be written; see `page_uses`
         self._prefixes: PrefixCache | None = None
         if config.prefix_cache:
             chunk = min(config.prefill_chunk, config.max_tokens_per_step) if config.deterministic else None
@@ -438,6 +439,29 @@ class Scheduler:
         self._pool.forget_all()
         for request in self._running:
             request.commits = False
+
+    # Looking at it
+
+    def page_uses(self) -> list[PageUse]:
+        """Every page that is held, or that the prefix cache finds."""
+        owners: dict[int, list[str]] = {}
+        held = [(r.request_id, r.pages) for r in self._running] + [(r.request_id, pages) for _, pages, r in self._releases]
+        for request_id, pages in held:
+            for page in pages:
+                owners.setdefault(page, []).append(request_id)
+        return page_uses(self._pool, owners, [self._next_step_id - step for step in self._taken_at])
+
+    def find_leaks(self) -> list[str]:
+        """What is still held although no request is left and nothing is in flight, one line each: nothing, unless there is a
+        bug. Costs O(1)."""
+        assert not self._requests and not self._in_flight  # noqa: PT018
+        found = []
+        taken_rows = self._config.max_sequences - len(self._free_rows)
+        if self._pool.num_used:
+            found.append(f"{self._pool.num_used} of {self._pool.capacity} pages are held by no request")
+        if taken_rows:
+            found.append(f"{taken_rows} of {self._config.max_sequences} rows are taken by no request")
+        return found
 
     def check_integrity(self) -> None:
         """Assert the invariants between calls. Costs O(pages): for tests and debugging."""

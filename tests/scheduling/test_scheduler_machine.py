@@ -22,7 +22,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         deterministic=st.booleans(),
         prefix_cache=st.booleans(),
     )
-    def start(self, page_size, longest_pages, spare, max_sequences, extra_budget, chunk, decode_steps, deterministic, prefix_cache):
+    def start(
+        self, page_size, longest_pages, spare, max_sequences, extra_budget, chunk, decode_steps, deterministic, prefix_cache
+    ):
         self.longest = longest_pages * page_size
         self.sim = Simulation(
             num_pages=1 + longest_pages + spare,
