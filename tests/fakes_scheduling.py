@@ -1,8 +1,8 @@
 """A device, a model and a naive oracle in plain Python, to test the scheduler without JAX.
 
 `FakeDevice` is written from the contract in `request.py` alone. It keeps, for every slot of the cache, what keys and values
-depend on (the tokens up to there, and the salt), and checks what it *reads* there before it computes a next token: a page reused
-too early, filled wrongly or found by mistake fails the test. NaN is followed too: it must not be left in a page that is handed out.
+depend on (the tokens up to there, the salt, the weights), and checks what it *reads* there before it computes a next token: a
+page reused too early, filled wrongly or found by mistake fails the test. NaN is followed too: no page with it is handed out.
 """
 
 from __future__ import annotations
@@ -181,9 +181,8 @@ class FakeDevice:
             if index < found:
                 continue
             for _, touched in self.launches:
-                assert touched.get(page, {tenant}) <= {tenant}, (
-                    f"page {page} reused while a launch of {touched[page]} may touch it"
-                )
+                others = touched.get(page, set()) - {tenant}
+                assert not others, f"page {page} reused while a launch of {others} may touch it"
             assert not any(self.slots.get((page, offset)) == NAN for offset in range(self.page_size)), "NaN was handed on"
             self.writers[page] = tenant
         if row.is_new:

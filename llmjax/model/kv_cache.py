@@ -51,7 +51,7 @@ def init_cache(config: CacheShape, *, num_pages: int, page_size: int) -> KVCache
 
 
 def zero_pages(cache: KVCache, pages: Int[Array, "n"], *, num_layers: int) -> KVCache:
-    """The cache with these pages zeroed in every layer; page 0, to fill up a list, does no harm. `cache` is meant to be donated."""
+    """The cache with these pages zeroed in every layer; page 0, to fill up a list, does no harm. `cache` is to be donated."""
     layers = jnp.arange(num_layers, dtype=pages.dtype)[:, None] * (cache.k.shape[0] // num_layers)
     entries = (layers + pages).reshape(-1)
     return KVCache(*(array.at[entries].set(0) for array in cache))
