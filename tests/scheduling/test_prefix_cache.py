@@ -168,7 +168,9 @@ def test_new_weights_forget_everything_also_what_running_requests_go_on_with():
         sim.step()
     sim.new_weights()
     assert run(sim, "b", prompt).num_cached_tokens == 0
-    assert run(sim, "c", sim.requests[0].prompt_ids + sim.requests[0].output_ids).num_cached_tokens == 12, "from b"
+    text = sim.requests[0].prompt_ids + sim.requests[0].output_ids
+    assert run(sim, "c", text).num_cached_tokens == 12, "from b"
+    assert run(sim, "d", text).num_cached_tokens == 32, "from c, not what a made of both"
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
