@@ -23,15 +23,17 @@ computed in the launches it would be without the cache, from keys and values tha
 
 from __future__ import annotations
 
+import array
 import hashlib
 import math
-
-import numpy as np
+import sys
+from collections.abc import Iterable
 
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.request import Request
 
 KEY_BYTES = 16
+NEVER = sys.maxsize
 
 
 class PrefixCache:
@@ -61,25 +63,32 @@ class PrefixCache:
         pages = self._find(request)
         self._pool.share(pages)
         request.pages = pages
-        request.num_committed = len(pages)
+        request.commit_at = (len(pages) + 1) * self._pool.page_size
         request.num_computed_tokens = len(pages) * self._pool.page_size
-        request.commits = True
         if request.num_preemptions == 0 and not request.scores_prompt:
             request.num_cached_tokens = request.num_computed_tokens
             self.query_tokens += request.num_prompt_tokens
             self.hit_tokens += request.num_cached_tokens
 
     def commit(self, request: Request, start: int, end: int, *, decoded: bool) -> None:
-        """A launch that computed the request's tokens at positions start..end-1 has been read: name the pages it filled."""
-        full = end // self._pool.page_size
-        if full <= request.num_committed or not request.commits:
-            return
+        """A launch that computed the request's tokens at positions start..end-1 has been read: name the pages it filled.
+
+        To be called when `end` is at least `request.commit_at`; else nothing was filled, and the call is wasted.
+        """
         if self._chunk is not None and (decoded or end - start != self._chunk):
             return
+        size = self._pool.page_size
+        full = end // size
         keys = self._keys(request, full)
-        for index in range(request.num_committed, full):
+        for index in range(request.commit_at // size - 1, full):
             self._pool.commit(request.pages[index], keys[index])
-        request.num_committed = full
+        request.commit_at = (full + 1) * size
+
+    def forget_all(self, running: Iterable[Request]) -> None:
+        """Nothing computed so far is found any more, nor what `running` requests go on to make of it."""
+        self._pool.forget_all()
+        for request in running:
+            request.commit_at = NEVER
 
     def _find(self, request: Request) -> list[int]:
         """Pages of the longest beginning that is there. A request that scores its prompt needs all its logits: none."""
@@ -101,7 +110,8 @@ class PrefixCache:
         if len(keys) < count:
             size = self._pool.page_size
             key = keys[-1] if keys else _root(request.params.cache_salt)
-            data, width = np.asarray(request.known_ids(len(keys) * size, count * size), np.int32).tobytes(), 4 * size
+            tokens = array.array("i", request.known_ids(len(keys) * size, count * size))
+            data, width = tokens.tobytes(), tokens.itemsize * size
             for first in range(0, len(data), width):
                 key = hashlib.blake2b(key + data[first : first + width], digest_size=KEY_BYTES).digest()
                 keys.append(key)

@@ -50,9 +50,9 @@ class Request:
         num_left: new tokens that may still be dispatched: `limit` less those read and those in flight. The scheduler's.
         row: index in the device batch while running, else -1.
         pages: page ids in order of position, held by this request; the first ones may be held by others too, to be read.
-        page_keys: keys of the leading full pages, as far as they were needed. This and the next three are `PrefixCache`'s.
-        num_committed: leading pages that were found by their keys, or have been given one.
-        commits: whether pages may be given keys: not when they mix keys and values of two sets of weights.
+        page_keys: keys of the leading full pages, as far as they were needed. This and the next two are `PrefixCache`'s.
+        commit_at: computed tokens at which the next page is full, all before it being findable; far beyond any where pages must
+            not be found, because they mix keys and values of two sets of weights.
         num_cached_tokens: prompt tokens that were found in the prefix cache when the request was first admitted.
         last_step: step id of the last launch that may touch `pages`, -1 before the first.
         epoch: grows at each preemption. The scheduler preempts only when no launch is in flight, so that a result always meets
@@ -80,8 +80,7 @@ class Request:
     row: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
     page_keys: list[bytes] = dataclasses.field(default_factory=list)
-    num_committed: int = 0
-    commits: bool = True
+    commit_at: int = 0
     num_cached_tokens: int = 0
     last_step: int = -1
     epoch: int = 0

@@ -292,7 +292,7 @@ class Scheduler:
         assert request.num_in_flight == 0
         self._leave(request)
         request.state = RequestState.PREEMPTED
-        request.num_prefill_tokens = request.num_computed_tokens = request.num_committed = 0
+        request.num_prefill_tokens = request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.epoch += 1
         self._waiting.appendleft(request)
@@ -360,6 +360,7 @@ class Scheduler:
         assert output.batch is batch, "results must be read in the order of the launches"
         updates = []
         every_finite = output.every_finite
+        prefixes, decoded = self._prefixes, batch.kind == "decode"
         for column, (row, sampled) in enumerate(zip(batch.rows, output.token_lists, strict=True)):
             request = row.request
             if request.state is RequestState.FINISHED:
@@ -382,10 +383,10 @@ class Scheduler:
                 # With limit 0 only the prompt's logprobs were asked for: done when the prompt is.
                 done = samples > 0 or row.start + row.num_tokens == request.num_prompt_tokens
                 reason = "length" if done else None
-            if self._prefixes is not None and reason != "error":
-                decoded = batch.kind == "decode"
+            if prefixes is not None and reason != "error":
                 end = row.start + (len(tokens) if decoded else row.num_tokens)
-                self._prefixes.commit(request, row.start, end, decoded=decoded)
+                if end >= request.commit_at:
+                    prefixes.commit(request, row.start, end, decoded=decoded)
             if reason is not None:
                 self._end(request, reason)
             updates.append(RequestUpdate(request, column, tokens, reason is not None))
@@ -436,9 +437,8 @@ class Scheduler:
 
     def forget_prefixes(self) -> None:
         """No page is found any more, nor given a key by a request that runs now: the weights have changed."""
-        self._pool.forget_all()
-        for request in self._running:
-            request.commits = False
+        if self._prefixes is not None:
+            self._prefixes.forget_all(self._running)
 
     # Looking at it
 

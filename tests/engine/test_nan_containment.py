@@ -1,4 +1,4 @@
-"""A row that meets NaN ends alone: neighbours keep their tokens; its pages are found by nobody, and zeroed before they are reused."""
+"""A row that meets NaN ends alone: neighbours keep their tokens; nobody finds its pages, and they are zeroed before reuse."""
 
 from __future__ import annotations
 
