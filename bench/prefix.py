@@ -32,7 +32,7 @@ Run = tuple[list[float], list[list[int]], int]  # TTFT in ms and tokens of each 
 def main(argv: list[str] | None = None) -> None:
     args = _arguments(argv)
     rows = Rows(args.json)
-    loaded = load_model(path=args.model, random=None if args.model else args.preset, dtype=args.dtype, scale=0.02)
+    loaded = load_model(path=args.model, random=None if args.model else args.preset, dtype=args.dtype)
     random = np.random.default_rng(args.seed)
     size = loaded.config.num_tokens
     shared = random.integers(0, size, args.shared).tolist()

@@ -454,7 +454,8 @@ class Scheduler:
     def find_leaks(self) -> list[str]:
         """What is still held although no request is left and nothing is in flight, one line each: nothing, unless there is a
         bug. Costs O(1)."""
-        assert not self._requests and not self._in_flight  # noqa: PT018
+        assert not self._requests
+        assert not self._in_flight
         found = []
         taken_rows = self._config.max_sequences - len(self._free_rows)
         if self._pool.num_used:

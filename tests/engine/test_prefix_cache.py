@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import random
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scripted_model import Scripted
 from tiny_models import CONFIGS, naive_greedy, random_params
 
 from llmjax.engine import runner as runner_module
@@ -256,8 +258,13 @@ def test_salts_are_checked(engine: Engine) -> None:
     assert found == [0, 0, 32]
 
 
-def test_off_finds_and_keeps_nothing(engine: Engine) -> None:
-    use(engine, prefix_cache=False)
-    prompt = ids(40)
-    assert [run(engine, prompt).num_cached_tokens for _ in range(2)] == [0, 0]
-    assert engine.pool.num_kept == 0
+@pytest.mark.parametrize(("options", "state", "found"), [({"prefix_cache": False}, "off", 0), ({}, "on", 32)])
+def test_the_switch_and_what_the_log_says_of_it(
+    options: dict[str, Any], state: str, found: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        flat = Scripted(None, **options)
+    assert f"prefix cache {state}" in caplog.text
+    sampling = SamplingParams(max_tokens=2)
+    assert [flat.run(sampling, list(range(40)))[0].num_cached_tokens for _ in range(2)] == [0, found]
+    assert flat.engine.pool.num_kept == found // 16
