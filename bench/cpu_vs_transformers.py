@@ -95,6 +95,7 @@ def _llmjax(gguf: str) -> dict[str, float]:
     llm = LLM(
         gguf, dtype="float32", max_context=1024, max_sequences=BATCH, max_tokens_per_step=PREFILL, prefill_chunk=PREFILL,
         row_buckets=(BATCH,), token_buckets=(8 * 16, PREFILL), kv_cache_bytes=512 * 2**20,
+        prefix_cache=False,  # the same prompts again must cost what they did
     )  # fmt: skip
     return _figures(lambda prompts, new: llm.generate(prompts, SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)))
 

@@ -58,6 +58,7 @@ def main() -> None:
         row_buckets=tuple(sorted({max(batch, min(MIN_ROW_BUCKET, max(batches))) for batch in batches})),
         token_buckets=(args.tokens_per_step,),
         compile_cache=args.compile_cache,
+        prefix_cache=False,  # the same prompts again must cost what they did
     )
     started = time.perf_counter()
     llm = LLM(loaded, engine_config=config)

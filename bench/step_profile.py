@@ -188,6 +188,7 @@ def main() -> None:
         row_buckets=(args.batch,),
         token_buckets=(max(args.tokens_per_step, args.batch),),
         compile_cache=args.compile_cache,
+        prefix_cache=False,  # the same prompts again must cost what they did
     )
     loaded = load_model(path=args.model, random=None if args.model else args.preset, dtype=args.dtype, scale=0.001)
     engine = LLM(loaded, engine_config=config).engine

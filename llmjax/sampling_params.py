@@ -19,6 +19,7 @@ MAX_STOP_TOKEN_IDS = 24
 MAX_LOGIT_BIAS = 300
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+MAX_SALT_CHARS = 1024
 GREEDY_TEMPERATURE = 1e-3
 _INT32_MAX = 2**31 - 1
 
@@ -52,6 +53,8 @@ class SamplingParams:
         logprobs_mode: "raw" (default) is the log-softmax of the model's own logits, whatever the temperature and
             filters; "processed" is that of the distribution really sampled from.
         skip_special_tokens: leave special tokens out of the text (never out of the token ids).
+        cache_salt: requests share cached prefixes only with those of the same salt, None included: whoever must not learn by
+            timing what others have asked gets a salt of their own.
     """
 
     n: int = 1
@@ -74,6 +77,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logprobs_mode: Literal["raw", "processed"] = "raw"
     skip_special_tokens: bool = True
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -111,6 +115,10 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", name)
+        if self.cache_salt is not None and not (isinstance(self.cache_salt, str) and 1 <= len(self.cache_salt) <= MAX_SALT_CHARS):
+            raise RequestError(
+                f"cache_salt must be a string of 1 to {MAX_SALT_CHARS} characters, got {self.cache_salt!r:.60}", "cache_salt"
+            )
         put(self, "stop", _stop_strings(self.stop))
         put(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         put(self, "logit_bias", _bias(self.logit_bias))

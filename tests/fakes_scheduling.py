@@ -1,7 +1,8 @@
 """A device, a model and a naive oracle in plain Python, to test the scheduler without JAX.
 
-`FakeDevice` is written from the contract in `request.py` alone. It keeps, for every slot of the cache, who wrote which
-token there, and computes each next token from what it *reads* there: a page reused too early or filled wrongly fails the test.
+`FakeDevice` is written from the contract in `request.py` alone. It keeps, for every slot of the cache, what keys and values
+depend on (the tokens up to there, the salt, the weights), and checks what it *reads* there before it computes a next token: a
+page reused too early, filled wrongly or found by mistake fails the test. NaN is followed too: no page with it is handed out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from llmjax.scheduling.request import Request, RequestState, ScheduledBatch, Sch
 from llmjax.scheduling.scheduler import Scheduler
 
 VOCAB = 11
+NAN_ID = VOCAB  # a prompt token whose keys and values are NaN, and so are all after it
+NAN = 0  # what a slot holds then
 Tenant = tuple[str, int]  # request id and epoch: who lives in a device row
 
 
@@ -37,6 +40,8 @@ def next_token(seed: int, history: Sequence[int], num_output: int, banned: Seque
 def solo(request: Request, limit: int) -> tuple[list[int], str]:
     """What the request must give, computed alone and naively: its tokens and finish reason."""
     tokens: list[int] = []
+    if NAN_ID in request.prompt_ids:
+        return [], "error"
     stops = (*request.eos_ids, *request.params.stop_ids)
     while len(tokens) < limit:
         early = len(tokens) < request.params.min_tokens
@@ -59,6 +64,7 @@ def make_request(
     eos_ids: tuple[int, ...] = (),
     min_tokens: int = 0,
     prompt_logprobs: int | None = None,
+    salt: str | None = None,
 ) -> Request:
     """A request; `prompt` is its ids, or how many to make up."""
     ids = [(seed + 3 * i) % VOCAB for i in range(prompt)] if isinstance(prompt, int) else prompt
@@ -67,6 +73,7 @@ def make_request(
         min_tokens=min(min_tokens, limit),
         stop_token_ids=list(stop_ids),
         prompt_logprobs=0 if limit == 0 else prompt_logprobs,
+        cache_salt=salt,
     )
     return Request(request_id=request_id, prompt_ids=ids, params=params, seed=seed, limit=limit, eos_ids=eos_ids)
 
@@ -81,12 +88,24 @@ class DeviceRow:
     limit: int
     min_tokens: int
     stop_ids: tuple[int, ...]
+    ids: list[int]
+    content: list[int]  # what the slot of each of `ids` must hold; and one before the first
     table: list[int] = dataclasses.field(default_factory=list)
-    length: int = 0
     num_output: int = 0
     last: int = -1
     active: bool = False
     ended: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens computed."""
+        return len(self.ids)
+
+    def append(self, token: int, generation: int) -> None:
+        """One more token: what its keys and values depend on is all so far, and which weights computed it."""
+        self.ids.append(token)
+        before = self.content[-1]
+        self.content.append(NAN if NAN in (before, token - NAN_ID) else hash((before, token, generation)) or 1)
 
 
 class FakeDevice:
@@ -95,8 +114,10 @@ class FakeDevice:
     def __init__(self, config: EngineConfig, num_pages: int, page_size: int) -> None:
         self.config, self.num_pages, self.page_size = config, num_pages, page_size
         self.rows: dict[int, DeviceRow] = {}
-        self.slots: dict[tuple[int, int], tuple[Tenant, int, int]] = {}  # (page, offset) -> who, position, token
-        self.launches: deque[tuple[StepOutput, dict[int, Tenant]]] = deque()  # result, and the pages it may touch
+        self.slots: dict[tuple[int, int], int] = {}  # (page, offset) -> content
+        self.generation = 0  # of the weights
+        self.writers: dict[int, Tenant] = {}  # page -> who it was handed out to
+        self.launches: deque[tuple[StepOutput, dict[int, set[Tenant]]]] = deque()  # result, and the pages it may touch
         self.tokens_computed: dict[str, int] = {}
 
     def dispatch(self, batch: ScheduledBatch) -> None:
@@ -107,6 +128,10 @@ class FakeDevice:
         assert all(0 <= row.row < config.max_sequences for row in rows)
         assert batch.num_tokens <= config.max_tokens_per_step
         assert batch.num_steps in ((1, config.decode_steps) if batch.kind == "decode" else (1,))
+        for page in batch.dirty_pages:
+            assert not any(page in touched for _, touched in self.launches), "zeroed under a launch"
+            for offset in range(self.page_size):
+                self.slots.pop((page, offset), None)
         for row in rows:
             self._admit(row)
         shape = (batch.num_steps, len(rows))
@@ -123,7 +148,10 @@ class FakeDevice:
             if not was_ended:
                 name = state.tenant[0]
                 self.tokens_computed[name] = self.tokens_computed.get(name, 0) + row.num_tokens
-        touched = {page: self.rows[row.row].tenant for row in rows for page in self.rows[row.row].table}
+        touched: dict[int, set[Tenant]] = {}
+        for state in (self.rows[row.row] for row in rows):
+            for page in state.table:
+                touched.setdefault(page, set()).add(state.tenant)
         self.launches.append((output, touched))
 
     def result(self) -> StepOutput:
@@ -134,7 +162,6 @@ class FakeDevice:
         request = row.request
         tenant = (request.request_id, row.epoch)
         if row.is_new:
-            assert row.start == 0
             self.rows[row.row] = DeviceRow(
                 tenant,
                 request.seed,
@@ -142,15 +169,30 @@ class FakeDevice:
                 request.limit,
                 request.params.min_tokens,
                 (*request.eos_ids, *request.params.stop_ids),
+                ids=[],
+                content=[hash(request.params.cache_salt) or 1],
             )
         state = self.rows[row.row]
         assert state.tenant == tenant, "the row belongs to another request: it was not reset"
+        found = row.start // self.page_size if row.is_new else 0
         for index, page in row.new_pages:
             assert index == len(state.table)
             assert 1 <= page < self.num_pages, "not a page to write to"
-            for _, touched in self.launches:
-                assert touched.get(page, tenant) == tenant, f"page {page} reused while a launch of {touched[page]} may touch it"
             state.table.append(page)
+            if index < found:
+                continue
+            for _, touched in self.launches:
+                others = touched.get(page, set()) - {tenant}
+                assert not others, f"page {page} reused while a launch of {others} may touch it"
+            assert not any(self.slots.get((page, offset)) == NAN for offset in range(self.page_size)), "NaN was handed on"
+            self.writers[page] = tenant
+        if row.is_new:
+            assert row.start == found * self.page_size, "only full pages can be found"
+            assert row.start < len(request.prompt_ids) + len(request.output_ids), "nothing is left to compute"
+            for token in (request.prompt_ids + request.output_ids)[: row.start]:
+                state.append(token, self.generation)
+            state.num_output = max(0, row.start - state.num_prompt)
+            self._read(state)
 
     def _extend(self, row: ScheduledRow, state: DeviceRow, output: StepOutput, column: int) -> None:
         ids = list(row.token_ids)
@@ -169,6 +211,7 @@ class FakeDevice:
         for token in ids:
             self._write(state, token)
         assert row.samples in (0, 1)
+        output.finite[0, column] = state.content[-1] != NAN
         if row.samples:
             self._sample(state, output, 0, column)
 
@@ -189,21 +232,25 @@ class FakeDevice:
     def _write(self, state: DeviceRow, token: int) -> None:
         page, offset = divmod(state.length, self.page_size)
         assert page < len(state.table), "no page for this token"
-        self.slots[state.table[page], offset] = (state.tenant, state.length, token)
-        state.length += 1
+        assert self.writers[state.table[page]] == state.tenant, "writes to a page that was found, or handed on"
+        state.append(token, self.generation)
+        self.slots[state.table[page], offset] = state.content[-1]
 
-    def _sample(self, state: DeviceRow, output: StepOutput, step: int, column: int) -> None:
-        history = []
+    def _read(self, state: DeviceRow) -> None:
         for position in range(state.length):
             page, offset = divmod(position, self.page_size)
-            tenant, written_at, token = self.slots[state.table[page], offset]
-            assert (tenant, written_at) == (state.tenant, position), "a slot holds what another request wrote"
-            history.append(token)
+            assert self.slots.get((state.table[page], offset)) == state.content[position + 1], "a slot holds something else"
+
+    def _sample(self, state: DeviceRow, output: StepOutput, step: int, column: int) -> None:
+        self._read(state)
         assert state.num_output < state.limit
         early = state.num_output < state.min_tokens
-        token = next_token(state.seed, history, state.num_output, state.stop_ids if early else ())
+        banned = state.stop_ids if early else ()
+        token = None if state.content[-1] == NAN else next_token(state.seed, state.ids, state.num_output, banned)
         if token is None:
             output.finite[step, column] = False
+            page, offset = divmod(state.length - 1, self.page_size)
+            self.slots[state.table[page], offset] = NAN
             state.ended, state.active = True, False
             return
         output.tokens[step, column] = token
@@ -228,6 +275,7 @@ class Simulation:
         deterministic: bool = False,
         lanes: tuple[LaneConfig, ...] = FIFO,
         max_wait: float = 10.0,
+        prefix_cache: bool = False,
     ) -> None:
         self.config = EngineConfig(
             max_sequences=max_sequences,
@@ -237,6 +285,7 @@ class Simulation:
             deterministic=deterministic,
             lanes=lanes,
             max_wait=max_wait,
+            prefix_cache=prefix_cache,
         )
         self.now = 0.0  # moved by the test
         self.pool = PagePool(num_pages, page_size)
@@ -287,6 +336,14 @@ class Simulation:
                 assert update.finished == update.request.finished
             self.check()
 
+    def new_weights(self) -> None:
+        """What the engine does about them."""
+        while self.device.launches:
+            self.read()
+        self.device.generation += 1
+        self.scheduler.forget_prefixes()
+        self.check()
+
     def step(self) -> None:
         """One turn of the engine's loop."""
         batch = self.launch()
@@ -320,7 +377,7 @@ class Simulation:
         self.scheduler.check_integrity()
         live = [r for r in self.requests if not r.finished]
         pages = [page for r in live for page in r.pages]
-        assert len(pages) == len(set(pages)), "a page with two owners"
+        assert self.config.prefix_cache or len(pages) == len(set(pages)), "a page with two owners"
         assert 0 not in pages
         for lane in {r.lane for r in live}:
             ordered = sorted((r for r in live if r.lane == lane), key=lambda r: (r.priority, r.ticket))

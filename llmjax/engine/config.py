@@ -40,6 +40,8 @@ class EngineConfig:
             the chunk size; decoding rows never join it, and decode in one row bucket, always `decode_steps` steps. A request
             is admitted only when the pool holds all of its full length, so that none is preempted. Costs throughput while
             prompts come in, and pages. (It rests on kernels whose result for a row does not depend on the other rows.)
+        prefix_cache: keep the pages of what was computed until their room is needed, and read them again for requests that
+            begin with the same tokens (and have the same `cache_salt`). Results are those without it.
     """
 
     max_context: int | None = None
@@ -57,6 +59,7 @@ class EngineConfig:
     seed: int | None = None
     compile_cache: str | None = None
     deterministic: bool = False
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:
@@ -111,7 +114,7 @@ class EngineConfig:
         step_counts = tuple(dict.fromkeys((1, steps)))
         if self.deterministic:  # one program each, so that a row's arithmetic does not depend on its neighbours
             rows, token_buckets, step_counts = rows[-1:], (tokens,), (steps,)
-        programs = len(rows) * len(step_counts) + len(token_buckets) + 1
+        programs = len(rows) * len(step_counts) + len(token_buckets) + 2  # and reset and wipe
         if programs > MAX_PROGRAMS:
             raise ConfigError(
                 f"row_buckets and token_buckets make {programs} programs, at most {MAX_PROGRAMS} are allowed: name fewer sizes"

@@ -20,6 +20,7 @@ from llmjax.engine.backend import is_gpu, use_compile_cache
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.engine_trace import EngineTrace
 from llmjax.engine.memory import plan_pages
+from llmjax.engine.memory_map import MemoryMap, live_bytes, memory_map
 from llmjax.engine.output_processor import LiveRequest
 from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.runner import ModelRunner, PendingStep, Program, on_device
@@ -42,15 +43,28 @@ LAUNCHES_AHEAD = 1  # launches dispatched beyond the one whose result is read ne
 
 @dataclasses.dataclass
 class EngineStats:
-    """Counters since the engine was made."""
+    """Counters since the engine was made.
+
+    `prompt_tokens_queried` are the prompt tokens of requests (each choice) that were looked up in the prefix cache, and
+    `prompt_tokens_cached` those of them that were found. A preempted request is not counted again, nor one with
+    `prompt_logprobs`, which is not looked up. `prompt_tokens_computed` are known tokens that were computed, those
+    computed again after a preemption included.
+    """
 
     num_pages: int = 0
     peak_pages_used: int = 0
     launches: int = 0
-    prompt_tokens_computed: int = 0  # known tokens, those computed again after a preemption included
+    prompt_tokens_computed: int = 0
+    prompt_tokens_queried: int = 0
+    prompt_tokens_cached: int = 0
     output_tokens: int = 0
     preemptions: int = 0
     finished: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompt tokens looked up in the prefix cache that were found; 0 before the first."""
+        return self.prompt_tokens_cached / self.prompt_tokens_queried if self.prompt_tokens_queried else 0.0
 
 
 class Engine:
@@ -103,9 +117,11 @@ class Engine:
         self._random = random.Random(self.config.seed) if self.config.seed is not None else random.SystemRandom()
         self.runner.warm_up()
         check_finite(self.runner, model, self.model_config, self.config)
+        self._ready_bytes = live_bytes()
         log.info(
-            "engine ready in %.1f s: %d programs, %d pages of %d tokens, context %d",
+            "engine ready in %.1f s: %d programs, %d pages of %d tokens, context %d, prefix cache %s",
             time.perf_counter() - started, len(self.programs), num_pages - 1, self.config.page_size, self.config.max_context,
+            "on" if self.config.prefix_cache else "off",
         )  # fmt: skip
 
     # -- requests
@@ -269,8 +285,12 @@ class Engine:
             self._pending.append(self._dispatch(batch, now_ns))
             self.stats.launches += 1
             self.stats.peak_pages_used = max(self.stats.peak_pages_used, self.pool.num_used)
+            self.stats.prompt_tokens_queried, self.stats.prompt_tokens_cached = self.scheduler.prefix_tokens
         if self._pending and (batch is None or len(self._pending) > LAUNCHES_AHEAD):
             self._read_oldest()
+            if not self._live and not self._pending:
+                for line in self.scheduler.find_leaks():
+                    log.error("nothing runs, but %s: a bug in llmjax; please report it", line)
         ready, self._ready = self._ready, []
         return ready
 
@@ -364,16 +384,38 @@ class Engine:
         """Every compiled program of this engine."""
         return self.runner.programs
 
+    def memory_map(self) -> MemoryMap:
+        """Where the memory is at this moment, page by page and by purpose."""
+        return memory_map(self.pool, self.scheduler.page_uses(), self.stats.launches, self.runner)
+
+    def find_leaks(self) -> list[str]:
+        """What is held that should not be while nothing runs, one line each; nothing, unless there is a leak.
+
+        Looks at pages, rows, and the arrays alive in the process against those when the engine became ready: arrays that the
+        caller has made or dropped since count too. Pages and rows are also looked at by `step` whenever the last request
+        ends. Raises `EngineError` while something runs.
+        """
+        if self.has_unfinished:
+            raise EngineError("leaks can be told only while nothing runs: call step until has_unfinished is False")
+        self.pool.check_integrity()
+        found = self.scheduler.find_leaks()
+        more = live_bytes() - self._ready_bytes
+        if more > 0:
+            found.append(f"arrays of {more} bytes more are alive than when the engine became ready")
+        return found
+
     def update_params(self, params: Any) -> None:
         """Swap the weights between two steps, e.g. after a training update. Same tree, shapes and dtypes; they are
         held, not copied.
 
         Requests that are running go on with the keys and values they have, unless they are preempted and computed
-        again. For tokens of the new weights alone, update when `has_unfinished` is False.
+        again. For tokens of the new weights alone, update when `has_unfinished` is False. Nothing computed before is found in
+        the prefix cache afterwards.
         """
         while self._pending:
             self._read_oldest()
         self.runner.update_params(params)
+        self.scheduler.forget_prefixes()
 
 
 def _token_id(item: Any, index: int) -> int:

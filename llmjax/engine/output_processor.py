@@ -134,6 +134,7 @@ class LiveRequest:
             new_text=new_text,
             new_token_ids=new_ids,
             num_preemptions=preemptions,
+            num_cached_tokens=self.requests[0].num_cached_tokens,
             finished=finished,
         )
 

@@ -55,6 +55,7 @@ class RequestOutput:
         prompt_logprobs: one entry a prompt token; the first is None (nothing precedes it). Filled in chunk by chunk.
         new_text: per choice, the text that may be shown since the previous output; concatenated it equals `text`.
         new_token_ids: per choice, likewise.
+        num_cached_tokens: prompt tokens that the first choice found in the prefix cache (the others may find more).
         finished: every choice has a finish reason.
         timings: where its time went, and its counters; with the last output only.
     """
@@ -67,5 +68,6 @@ class RequestOutput:
     new_text: list[str] = dataclasses.field(default_factory=list)
     new_token_ids: list[list[int]] = dataclasses.field(default_factory=list)
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
     finished: bool = False
     timings: Timings | None = None

@@ -20,16 +20,28 @@ import numpy as np
 
 from llmjax.engine.compile_counter import CompileCounter
 from llmjax.engine.config import ResolvedConfig
-from llmjax.engine.sample import MAX_BIAS, MAX_STOPS, SamplingSettings
-from llmjax.engine.state import ROWS_A_RESET, RowReset, init_state, pack_resets, reset_rows
+from llmjax.engine.sample import MAX_BIAS, MAX_STOPS, PROMPT_BIT, SamplingSettings
+from llmjax.engine.state import (
+    ROWS_A_RESET,
+    SEEN_A_RESET,
+    DeviceState,
+    RowReset,
+    SeenTokens,
+    init_state,
+    no_seen_tokens,
+    pack_resets,
+    reset_rows,
+)
 from llmjax.engine.step import decode_layout, decode_steps, extend_layout, extend_step
 from llmjax.errors import ModelError
-from llmjax.model.kv_cache import KVCache, init_cache
+from llmjax.model.kv_cache import NULL_PAGE, KVCache, init_cache, zero_pages
 from llmjax.model.registry import DecoderConfig, Model
 from llmjax.scheduling.buckets import pick
-from llmjax.scheduling.request import PromptScores, ScheduledBatch, ScheduledRow, StepOutput, TopLogprobs
+from llmjax.scheduling.request import PromptScores, Request, ScheduledBatch, ScheduledRow, StepOutput, TopLogprobs
 
 log = logging.getLogger(__name__)
+
+PAGES_A_WIPE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +130,16 @@ class ModelRunner:
         """The parameters in use."""
         return self._params
 
+    @property
+    def arrays(self) -> tuple[Any, KVCache, DeviceState]:
+        """What is held on the device: parameters, cache and state. The next launch donates the latter two: look, do not keep."""
+        return self._params, self._cache, self._state
+
     # -- programs
 
     def warm_up(self) -> None:
         """Compile every program, and run each once on padding rows, so that serving compiles nothing."""
-        wanted: list[tuple[str, int, int]] = [("reset", ROWS_A_RESET, 1)]
+        wanted: list[tuple[str, int, int]] = [("reset", ROWS_A_RESET, 1), ("wipe", PAGES_A_WIPE, 1)]
         wanted += [("decode", rows, steps) for rows in self.row_buckets for steps in self._step_counts]
         wanted += [("extend", tokens, 1) for tokens in self.token_buckets]
         # Tracing holds the interpreter lock, so lower one after the other; XLA compiles outside it, in parallel.
@@ -152,6 +169,9 @@ class ModelRunner:
         packed = jax.ShapeDtypeStruct(self._padding(kind, size, steps).shape, np.int32)
         if kind == "reset":
             return jax.jit(reset_rows, donate_argnums=0).lower(self._state, packed)
+        if kind == "wipe":
+            wipe = functools.partial(zero_pages, num_layers=self._config.num_layers)
+            return jax.jit(wipe, donate_argnums=0).lower(self._cache, packed)
         if kind == "decode":
             step = functools.partial(decode_steps, model=self._model, config=self._config, rows=size, num_steps=steps)
         else:
@@ -163,7 +183,9 @@ class ModelRunner:
     def _padding(self, kind: str, size: int, steps: int) -> np.ndarray:
         """The packed vector of a launch without any row."""
         if kind == "reset":
-            return pack_resets([], max_pages=self._max_pages)
+            return pack_resets([], no_seen_tokens(), max_pages=self._max_pages)
+        if kind == "wipe":
+            return np.zeros(size, np.int32)
         if kind == "decode":
             return self._pack_decode(ScheduledBatch(0, "decode", steps, []), size, steps)
         return self._pack_extend(ScheduledBatch(0, "extend", 1, []), size)
@@ -174,6 +196,8 @@ class ModelRunner:
         tokens = scores = None
         if key[0] == "reset":
             self._state = executable(self._state, packed)
+        elif key[0] == "wipe":
+            self._cache = executable(self._cache, packed)
         elif key[0] == "decode":
             self._state, tokens, self._cache = executable(self._params, self._state, packed, self._cache)
         else:
@@ -185,11 +209,12 @@ class ModelRunner:
 
     def dispatch(self, batch: ScheduledBatch) -> PendingStep:
         """Launch a batch. Returns at once; launches run in the order of dispatch."""
+        for first in range(0, len(batch.dirty_pages), PAGES_A_WIPE):
+            pages = list(batch.dirty_pages[first : first + PAGES_A_WIPE])
+            self._launch(("wipe", PAGES_A_WIPE, 1), _padded(pages, PAGES_A_WIPE, NULL_PAGE, np.int32))
         new = [row for row in batch.rows if row.is_new]
         for first in range(0, len(new), ROWS_A_RESET):
-            resets = [self._reset(row) for row in new[first : first + ROWS_A_RESET]]
-            packed = pack_resets(resets, max_pages=self._max_pages)
-            self._launch(("reset", ROWS_A_RESET, 1), packed)
+            self._reset_rows(new[first : first + ROWS_A_RESET])
         if batch.kind == "decode":
             size = pick(self.row_buckets, len(batch.rows))
             tokens, scores = self._launch(("decode", size, batch.num_steps), self._pack_decode(batch, size, batch.num_steps))
@@ -238,6 +263,14 @@ class ModelRunner:
             out[:, : len(appended)] = np.asarray(appended, np.int32).T
         return {"page_rows": out[0], "page_indices": out[1], "page_ids": out[2]}
 
+    def _reset_rows(self, rows: list[ScheduledRow]) -> None:
+        resets = [self._reset(row) for row in rows]
+        seen = _seen_tokens(rows)
+        for first in range(0, max(1, len(seen.rows)), SEEN_A_RESET):
+            piece = SeenTokens(*(array[first : first + SEEN_A_RESET] for array in seen))
+            self._launch(("reset", ROWS_A_RESET, 1), pack_resets(resets, piece, max_pages=self._max_pages))
+            resets = []  # once is enough
+
     def _reset(self, row: ScheduledRow) -> RowReset:
         request, params = row.request, row.request.params
         table = np.zeros(self._max_pages, np.int32)
@@ -257,7 +290,7 @@ class ModelRunner:
             bias_values=_padded(list(bias.values()), MAX_BIAS, 0.0, np.float32),
         )  # fmt: skip
         wants = params.prompt_logprobs if request.scores_prompt and params.prompt_logprobs is not None else -1
-        return RowReset(row.row, request.num_prompt_tokens, request.limit, wants, table, settings)
+        return RowReset(row.row, row.start, request.num_prompt_tokens, request.limit, wants, table, settings)
 
     # -- weights
 
@@ -281,8 +314,27 @@ def _compile(lowered: Any) -> tuple[Any, float]:
 
 
 def _name(kind: str, size: int, steps: int) -> str:
-    unit = {"reset": "rows", "decode": "rows", "extend": "tokens"}[kind]
+    unit = {"reset": "rows", "wipe": "pages", "decode": "rows", "extend": "tokens"}[kind]
     return f"{kind} {size} {unit}" + (f" x {steps} steps" if steps > 1 else "")
+
+
+def _seen_tokens(rows: list[ScheduledRow]) -> SeenTokens:
+    """Counts of the tokens that rows with a penalty found in the prefix cache; the others are counted as they are computed."""
+    found = [no_seen_tokens()]
+    for row in rows:
+        if not row.start or not _has_penalty(row.request):
+            continue
+        prompt = min(row.start, row.request.num_prompt_tokens)
+        ids, places = np.unique(np.asarray(row.request.known_ids(0, row.start), np.int32), return_inverse=True)
+        counts = np.bincount(places[prompt:], minlength=len(ids)).astype(np.int32)
+        counts[places[:prompt]] += np.int32(PROMPT_BIT)  # once, however often the id is there
+        found.append(SeenTokens(np.full(len(ids), row.row, np.int32), ids, counts))
+    return SeenTokens(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
+
+
+def _has_penalty(request: Request) -> bool:
+    params = request.params
+    return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 def _padded(values: list[Any], size: int, fill: float, dtype: Any) -> np.ndarray:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int
 from llmjax.engine.sample import MAX_BIAS, MAX_STOPS, SamplingSettings
 
 ROWS_A_RESET = 8  # rows one `reset_rows` call can take; a burst of new requests takes several calls
+SEEN_A_RESET = 256  # entries of `SeenTokens` it can take; a long cached prefix with penalties takes several calls
 
 
 class DeviceState(NamedTuple):
@@ -73,9 +74,13 @@ def init_state(*, max_sequences: int, max_pages: int, vocab_size: int) -> Device
 
 
 class RowReset(NamedTuple):
-    """What the host tells of one new row, as numpy scalars and vectors; `pack_resets` turns it into int32."""
+    """What the host tells of one new row, as numpy scalars and vectors; `pack_resets` turns it into int32.
+
+    `num_cached` tokens of it are in its pages already.
+    """
 
     row: int
+    num_cached: int
     num_prompt: int
     limit: int
     prompt_logprobs: int
@@ -86,24 +91,46 @@ class RowReset(NamedTuple):
 _INTS = ("top_k", "choice", "num_logprobs", "processed_logprobs", "min_tokens")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _NO_ROW = np.iinfo(np.int32).max  # an index beyond every state: the scatter drops it
-_HEAD = 4  # row, num_prompt, limit, prompt_logprobs
+_HEAD = 5  # row, num_cached, num_prompt, limit, prompt_logprobs
+
+
+class SeenTokens(NamedTuple):
+    """What is to be added to the counts of new rows for tokens that are not computed again, each pair of row and id once.
+
+    `counts` [n] are how often the id occurs in the output, and `PROMPT_BIT` where it occurs in the prompt. Only rows with a
+    penalty need them.
+    """
+
+    rows: Int[np.ndarray, "n"]
+    ids: Int[np.ndarray, "n"]
+    counts: Int[np.ndarray, "n"]
+
+
+def no_seen_tokens() -> SeenTokens:
+    """For rows that begin at their first token, or have no penalty."""
+    return SeenTokens(*np.zeros((3, 0), np.int32))
 
 
 def reset_width(max_pages: int) -> int:
-    """int32 words a row takes in the vector of `pack_resets`."""
+    """int32 words a row takes in what `pack_resets` makes."""
     return _HEAD + len(_INTS) + len(_FLOATS) + 2 + MAX_STOPS + 2 * MAX_BIAS + max_pages
 
 
-def pack_resets(resets: list[RowReset], *, max_pages: int) -> np.ndarray:
-    """At most `ROWS_A_RESET` resets as int32 [ROWS_A_RESET, width]; unused entries name no row."""
+def pack_resets(resets: list[RowReset], seen: SeenTokens, *, max_pages: int) -> np.ndarray:
+    """At most `ROWS_A_RESET` resets and `SEEN_A_RESET` seen tokens as one int32 vector; unused entries name no row."""
     assert len(resets) <= ROWS_A_RESET
-    out = np.zeros((ROWS_A_RESET, reset_width(max_pages)), np.int32)
+    assert len(seen.rows) <= SEEN_A_RESET
+    width = reset_width(max_pages)
+    packed = np.zeros(ROWS_A_RESET * width + 3 * SEEN_A_RESET, np.int32)
+    out, places = packed[: ROWS_A_RESET * width].reshape(ROWS_A_RESET, width), packed[ROWS_A_RESET * width :].reshape(3, -1)
+    places[0] = _NO_ROW
+    places[:, : len(seen.rows)] = seen
     out[:, 0] = _NO_ROW
     for line, reset in zip(out, resets, strict=False):
         s = reset.settings
         floats = np.array([getattr(s, name) for name in _FLOATS], np.float32)
         pieces = (
-            np.array([reset.row, reset.num_prompt, reset.limit, reset.prompt_logprobs], np.int32),
+            np.array([reset.row, reset.num_cached, reset.num_prompt, reset.limit, reset.prompt_logprobs], np.int32),
             np.array([int(getattr(s, name)) for name in _INTS], np.int32),
             floats.view(np.int32),
             np.asarray(s.seed, np.uint32).view(np.int32),
@@ -113,16 +140,21 @@ def pack_resets(resets: list[RowReset], *, max_pages: int) -> np.ndarray:
             np.asarray(reset.page_table, np.int32),
         )
         line[:] = np.concatenate(pieces)
-    return out
+    return packed
 
 
-def reset_rows(state: DeviceState, packed: Int[Array, "A width"]) -> DeviceState:
-    """Give rows to new requests: everything of the row is overwritten. `state` is meant to be donated."""
+def reset_rows(state: DeviceState, packed: Int[Array, "width"]) -> DeviceState:
+    """Give rows to new requests: everything of the row is overwritten; then add the seen tokens. `state` is meant to be donated.
+
+    Calls for the same rows that only add seen tokens may follow.
+    """
     max_pages = state.page_table.shape[1]
+    seen_rows, seen_ids, seen_counts = packed[-3 * SEEN_A_RESET :].reshape(3, -1)
+    packed = packed[: -3 * SEEN_A_RESET].reshape(ROWS_A_RESET, -1)
     sizes = (_HEAD, len(_INTS), len(_FLOATS), 2, MAX_STOPS, MAX_BIAS, MAX_BIAS, max_pages)
     head, ints, floats, seed, stops, bias_ids, bias_values, pages = jnp.split(packed, np.cumsum(sizes)[:-1], axis=1)
     floats, bias_values = (jax.lax.bitcast_convert_type(a, jnp.float32) for a in (floats, bias_values))
-    rows = head[:, 0]
+    rows, num_cached, num_prompt = head[:, 0], head[:, 1], head[:, 2]
     new = {name: ints[:, i] for i, name in enumerate(_INTS)} | {name: floats[:, i] for i, name in enumerate(_FLOATS)}
     new |= {
         "seed": jax.lax.bitcast_convert_type(seed, jnp.uint32),
@@ -134,13 +166,13 @@ def reset_rows(state: DeviceState, packed: Int[Array, "A width"]) -> DeviceState
     settings = SamplingSettings(**{n: old[n].at[rows].set(new[n].astype(old[n].dtype), mode="drop") for n in new})
     return state._replace(
         last_token=state.last_token.at[rows].set(0, mode="drop"),
-        seq_lens=state.seq_lens.at[rows].set(0, mode="drop"),
-        num_output=state.num_output.at[rows].set(0, mode="drop"),
-        num_prompt=state.num_prompt.at[rows].set(head[:, 1], mode="drop"),
-        limit=state.limit.at[rows].set(head[:, 2], mode="drop"),
+        seq_lens=state.seq_lens.at[rows].set(num_cached, mode="drop"),
+        num_output=state.num_output.at[rows].set(jnp.maximum(num_cached - num_prompt, 0), mode="drop"),
+        num_prompt=state.num_prompt.at[rows].set(num_prompt, mode="drop"),
+        limit=state.limit.at[rows].set(head[:, 3], mode="drop"),
         active=state.active.at[rows].set(False, mode="drop"),
-        prompt_logprobs=state.prompt_logprobs.at[rows].set(head[:, 3], mode="drop"),
+        prompt_logprobs=state.prompt_logprobs.at[rows].set(head[:, 4], mode="drop"),
         page_table=state.page_table.at[rows].set(pages, mode="drop"),
         settings=settings,
-        counts=state.counts.at[rows].set(0, mode="drop"),
+        counts=state.counts.at[rows].set(0, mode="drop").at[seen_rows, seen_ids].add(seen_counts, mode="drop"),
     )

@@ -130,7 +130,7 @@ def decode_steps(
         hidden, cache = model.forward(params, batch, cache, config=config, decode=True)
         moving = moving._replace(seq_lens=positions + active)
         logits = model.logits(params, hidden, config=config)
-        moving, counts, tokens = _sample_rows(fixed, moving, counts, index, active, logits)
+        moving, counts, tokens = _sample_rows(fixed, moving, counts, index, active, active, logits)
         return (moving, counts, cache), tokens
 
     carry = (moving, state.counts, kv_cache)
@@ -194,7 +194,8 @@ def extend_step(
     state = state._replace(seq_lens=state.seq_lens.at[index].add(jnp.where(live, lengths, 0)))
     last = model.logits(params, hidden[batch.logits_indices], config=config)
     fixed, moving = _gather_rows(state, index)
-    moving, counts, sampled = _sample_rows(fixed, moving, state.counts, index, live & (updates["samples"] > 0), last)
+    wants = live & (updates["samples"] > 0)
+    moving, counts, sampled = _sample_rows(fixed, moving, state.counts, index, live, wants, last)
     return _scatter_rows(state, index, moving, counts), jax.tree.map(lambda a: a[None], sampled), scores, kv_cache
 
 
@@ -239,9 +240,10 @@ def _scatter_rows(state: DeviceState, index: Array, moving: MovingRows, counts: 
 
 
 def _sample_rows(
-    fixed: FixedRows, moving: MovingRows, counts: Array, index: Array, wants: Array, logits: Array
+    fixed: FixedRows, moving: MovingRows, counts: Array, index: Array, live: Array, wants: Array, logits: Array
 ) -> tuple[MovingRows, Array, StepTokens]:
-    """Sample one token for each entry that `wants` one, and move these rows on. `counts` [B1, V] are of all rows."""
+    """Sample one token for each entry that `wants` one, and move these rows on; tell of each `live` entry whether its logits are
+    finite. `counts` [B1, V] are of all rows."""
     sampled: Sampled = sample(logits, fixed.settings, lambda: counts[index], moving.seq_lens, moving.num_output)
     tokens = jnp.where(wants, sampled.tokens, -1)
     taken = tokens >= 0  # finite logits, and wanted
@@ -255,7 +257,7 @@ def _sample_rows(
     )
     counts = counts.at[index, jnp.where(taken, tokens, counts.shape[1])].add(1, mode="drop")
     bits = jax.lax.bitcast_convert_type(sampled.logprobs, jnp.int32)
-    finite = (sampled.finite | ~wants).astype(jnp.int32)
+    finite = (sampled.finite | ~live).astype(jnp.int32)
     summary = jnp.stack([tokens, bits, sampled.ranks, finite], axis=-1)
     return moving, counts, StepTokens(summary, sampled.top_ids, sampled.top_logprobs)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 NULL_PAGE = 0
 
@@ -48,6 +48,13 @@ def init_cache(config: CacheShape, *, num_pages: int, page_size: int) -> KVCache
     dtype = jnp.dtype(config.dtype)
     zeros = jax.jit(lambda: KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
     return zeros()
+
+
+def zero_pages(cache: KVCache, pages: Int[Array, "n"], *, num_layers: int) -> KVCache:
+    """The cache with these pages zeroed in every layer; page 0, to fill up a list, does no harm. `cache` is to be donated."""
+    layers = jnp.arange(num_layers, dtype=pages.dtype)[:, None] * (cache.k.shape[0] // num_layers)
+    entries = (layers + pages).reshape(-1)
+    return KVCache(*(array.at[entries].set(0) for array in cache))
 
 
 def cache_bytes_per_page(config: CacheShape, page_size: int) -> int:

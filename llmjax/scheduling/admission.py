@@ -11,6 +11,7 @@ from llmjax.errors import ContextLengthError
 from llmjax.scheduling.lanes import Lanes
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.policy import SchedulerConfig
+from llmjax.scheduling.prefix_cache import PrefixCache
 from llmjax.scheduling.request import Request
 
 RESERVED = 16
@@ -21,8 +22,9 @@ all of them when a short one comes."""
 class Admission:
     """Decides over the waiting requests of `lanes`. Running requests and the number of free rows are passed in."""
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool, lanes: Lanes) -> None:
+    def __init__(self, config: SchedulerConfig, pool: PagePool, lanes: Lanes, prefixes: PrefixCache | None) -> None:
         self._config = config
+        self._prefixes = prefixes
         self._pool = pool
         self._lanes = lanes
 
@@ -77,11 +79,12 @@ class Admission:
                 return False
             free -= self._pool.capacity // RESERVED
         known = self._pool.pages_for(request.num_tokens)
-        if known > free:
+        taken = known if self._prefixes is None else known - self._prefixes.num_held(request)
+        if taken > free:
             return False
         growth = [r.full_pages - len(r.pages) for r in running]
         growth.append(request.full_pages - known)
         if not self._config.deterministic:
             per_row = 1 + request.num_preemptions
             growth = [pages if pages < per_row else per_row for pages in growth]
-        return known + sum(growth) <= free
+        return taken + sum(growth) <= free

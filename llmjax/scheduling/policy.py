@@ -37,6 +37,10 @@ class SchedulerConfig(Protocol):
         """Whether the launches of a request must not depend on other requests."""
 
     @property
+    def prefix_cache(self) -> bool:
+        """Whether pages of earlier requests are read again by later ones that begin alike."""
+
+    @property
     def lanes(self) -> Sequence[LaneConfig]:
         """The lanes of the queue, shortest requests first."""
 

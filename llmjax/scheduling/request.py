@@ -54,11 +54,14 @@ class Request:
         num_in_flight: tokens dispatched to be sampled whose values the host has not read yet.
         num_left: new tokens that may still be dispatched: `limit` less those read and those in flight. The scheduler's.
         row: index in the device batch while running, else -1.
-        pages: page ids in order of position, owned by this request.
+        pages: page ids in order of position, held by this request; the first ones may be held by others too, to be read.
+        page_keys: keys of the leading full pages, as far as they were needed. This and the next two are `PrefixCache`'s.
+        commit_at: computed tokens at which the next page is full, all before it being findable; far beyond any where pages must
+            not be found, because they mix keys and values of two sets of weights.
+        num_cached_tokens: prompt tokens that were found in the prefix cache when the request was first admitted.
         last_step: step id of the last launch that may touch `pages`, -1 before the first.
         epoch: grows at each preemption. The scheduler preempts only when no launch is in flight, so that a result always meets
             the epoch it was dispatched in.
-        num_cached_tokens: prompt tokens whose K and V were found in the cache when it was admitted.
         num_chunks: launches that computed known tokens of it.
         num_steps: decode steps launched for it.
         ending_ids: every token id that ends the output, as a set (the device and `Scheduler.update` both decide by this).
@@ -88,9 +91,11 @@ class Request:
     num_preemptions: int = 0
     row: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
+    page_keys: list[bytes] = dataclasses.field(default_factory=list)
+    commit_at: int = 0
+    num_cached_tokens: int = 0
     last_step: int = -1
     epoch: int = 0
-    num_cached_tokens: int = 0
     num_chunks: int = 0
     num_steps: int = 0
     ending_ids: frozenset[int] = dataclasses.field(init=False)
@@ -108,6 +113,13 @@ class Request:
         """Tokens whose values the host knows: prompt and read output."""
         return len(self.prompt_ids) + len(self.output_ids)
 
+    def known_ids(self, start: int, end: int) -> list[int]:
+        """Token ids at positions start..end-1, as many as the host knows."""
+        num_prompt = len(self.prompt_ids)
+        if start >= num_prompt:
+            return self.output_ids[start - num_prompt : end - num_prompt]
+        return self.prompt_ids[start:end] + self.output_ids[: max(0, end - num_prompt)]
+
     @property
     def scores_prompt(self) -> bool:
         """Whether prompt logprobs are computed for it: one of n choices is enough."""
@@ -117,13 +129,6 @@ class Request:
     def stop_ids(self) -> tuple[int, ...]:
         """Every token id that ends the output, once each."""
         return tuple(dict.fromkeys((*self.eos_ids, *self.params.stop_ids)))
-
-    def known_ids(self, start: int, end: int) -> list[int]:
-        """Token ids at positions start..end-1, as many as the host knows."""
-        num_prompt = self.num_prompt_tokens
-        if start >= num_prompt:
-            return self.output_ids[start - num_prompt : end - num_prompt]
-        return self.prompt_ids[start:end] + self.output_ids[: max(0, end - num_prompt)]
 
     @property
     def finished(self) -> bool:
@@ -143,8 +148,9 @@ class ScheduledRow:
             device has.
         samples: tokens sampled at most: 0 for a chunk that does not reach the last known token, else 1 (extend) or
             steps (decode).
-        is_new: the device must reset this row (settings, page table, counts) before the launch.
-        new_pages: (index in the row's page table, page id) appended by this launch.
+        is_new: the device must reset this row (settings, page table, counts) before the launch. Tokens before `start` are in
+            the pages it was given.
+        new_pages: (index in the row's page table, page id) appended by this launch; all pages of a new row.
         wants_prompt_logprobs: score the chunk's tokens in this launch.
     """
 
@@ -163,13 +169,16 @@ class ScheduledRow:
 @dataclasses.dataclass
 class ScheduledBatch:
     """One launch. `kind` is "extend" (ragged chunks; decoding rows join with one token) or "decode" (`num_steps` steps a row).
-    `preempted` lost their rows so that it could be made."""
+    `preempted` lost their rows so that it could be made.
+    `dirty_pages` may hold NaN and must be zeroed before the launch: a row that ended with an error wrote to them.
+    """
 
     step_id: int
     kind: Literal["extend", "decode"]
     num_steps: int
     rows: list[ScheduledRow]
     preempted: Sequence[Request] = ()
+    dirty_pages: Sequence[int] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -206,7 +215,8 @@ class StepOutput:
         tokens: int32 [steps, rows]; -1 where the row sampled nothing at that step (finished before, or a chunk in the middle).
         logprobs: float32 [steps, rows] of those tokens.
         ranks: int32 [steps, rows]; 1 is the most likely token.
-        finite: bool [steps, rows]; False where the logits held NaN or nothing but -inf. The token is then -1.
+        finite: bool [steps, rows]; False where the logits held NaN or nothing but -inf. The token is then -1. Also told of a
+            chunk in the middle of a prompt, by the logits after its last token.
         top: alternatives, present when a row asked for logprobs.
         prompt_scores: present when a row asked for prompt logprobs; packed like the launch's tokens.
     """
@@ -218,6 +228,22 @@ class StepOutput:
     finite: np.ndarray
     top: TopLogprobs | None = None
     prompt_scores: PromptScores | None = None
+
+    @property
+    def every_finite(self) -> bool:
+        """Whether no row met NaN."""
+        scores = self.prompt_scores
+        return bool(self.finite.all()) and (scores is None or not np.isnan(scores.logprobs).any())
+
+    def is_finite(self, column: int) -> bool:
+        """Whether what row `column` sampled, and the prompt scores it asked for, are free of NaN."""
+        if not self.finite[:, column].all():
+            return False
+        row, scores = self.batch.rows[column], self.prompt_scores
+        if scores is None or not row.wants_prompt_logprobs:
+            return True
+        first = sum(other.num_tokens for other in self.batch.rows[:column])
+        return not bool(np.isnan(scores.logprobs[first : first + row.num_tokens]).any())
 
     @functools.cached_property
     def token_lists(self) -> list[list[int]]:

@@ -28,10 +28,13 @@ class RequestUpdate:
 
 def read_tokens(request: Request, sampled: list[int], finite: np.ndarray) -> tuple[list[int], FinishReason | None]:
     """Append the tokens of one row to its request, up to the one that ends it; return them and the reason, if it ended.
+    A chunk in the middle of the prompt has no tokens, and ends the request if what it computed is not finite.
 
     The device decides by the same rules when a row stops: logits without a finite entry end it; a stop id ends it, and is
     masked while fewer than `min_tokens` tokens exist; the limit ends it. A stop id as the last token allowed is a "stop".
     """
+    if not sampled and not finite[0]:
+        return sampled, "error"
     for step, token in enumerate(sampled):
         if not finite[step]:
             return sampled[:step], "error"

@@ -15,7 +15,9 @@ come, first served. Between lanes there is no such order: a request may pass one
 
 *Pages.* A request takes the pages of all its known tokens when it is admitted; after that only decoding asks for pages,
 one row at most one page a step. All pages of a launch are taken before it is dispatched. Pages of a request that ended
-while a launch could still write to them return to the pool when the result of the last such launch has been read.
+while a launch could still write to them return to the pool when the result of the last such launch has been read. Pages that
+the prefix cache finds are shared, and only read; the request's own begin behind them. Pages of a row whose logits were not
+finite are found by nobody, and are zeroed on the device before anyone else's launch (`ScheduledBatch.dirty_pages`).
 
 *Preemption* waits until nothing is in flight (`schedule` returns None until then): what was sampled is read and not thrown
 away, pages of ended requests have come back and may suffice, and the victim's pages are free at once. It costs one bubble.
@@ -39,8 +41,10 @@ from typing import Literal
 from llmjax.errors import RequestError
 from llmjax.scheduling.admission import Admission
 from llmjax.scheduling.lanes import Lanes
+from llmjax.scheduling.page_map import PageUse, page_uses
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.policy import SchedulerConfig, can_idle, choose_victim, has_work_and_pages
+from llmjax.scheduling.prefix_cache import PrefixCache
 from llmjax.scheduling.request import FinishReason, Request, RequestState, ScheduledBatch, ScheduledRow, StepOutput
 from llmjax.scheduling.results import RequestUpdate, read_tokens
 
@@ -55,13 +59,18 @@ class Scheduler:
         self._pool = pool
         self._requests: dict[str, Request] = {}  # every unfinished request
         self._lanes = Lanes(config.lanes, config.max_wait)  # who waits, preempted ones included
-        self._admission = Admission(config, pool, self._lanes)
         self._running: list[Request] = []  # as they were let in; each has a row and pages
         self._free_rows = list(range(config.max_sequences))  # a heap: the lowest row first, so that few rows mean a small bucket
         self._in_flight: deque[ScheduledBatch] = deque()  # dispatched, result not read; oldest first
         self._next_step_id = 0
         self._last_kind: Literal["extend", "decode"] = "decode"
-        self._releases: list[tuple[int, list[int]]] = []  # (step id, pages to free once its result has been read)
+        self._releases: list[tuple[int, list[int], Request]] = []  # (step id, pages to free once its result was read, whose)
+        self._taken_at = [0] * pool.num_pages  # by page: the step that took it last, to be written; see `page_uses`
+        self._prefixes: PrefixCache | None = None
+        if config.prefix_cache:
+            chunk = min(config.prefill_chunk, config.max_tokens_per_step) if config.deterministic else None
+            self._prefixes = PrefixCache(pool, chunk=chunk)
+        self._admission = Admission(config, pool, self._lanes, self._prefixes)
 
     @property
     def has_unfinished(self) -> bool:
@@ -82,6 +91,11 @@ class Scheduler:
     def waiting_by_lane(self) -> dict[str, int]:
         """The same by the name of the lane."""
         return self._lanes.counts()
+
+    @property
+    def prefix_tokens(self) -> tuple[int, int]:
+        """Prompt tokens looked up in the prefix cache, and those found; each request counts once."""
+        return (0, 0) if self._prefixes is None else (self._prefixes.query_tokens, self._prefixes.hit_tokens)
 
     # Requests come and go
 
@@ -193,7 +207,7 @@ class Scheduler:
         if not rows:
             assert self._in_flight or not self._requests, "nothing can run, and nothing will change that"
             return None
-        batch = ScheduledBatch(step_id=self._next_step_id, kind=kind, num_steps=num_steps, rows=rows, preempted=preempted)
+        batch = ScheduledBatch(self._next_step_id, kind, num_steps, rows, preempted, dirty_pages=self._pool.take_dirty())
         self._next_step_id += 1
         self._last_kind = kind
         self._in_flight.append(batch)
@@ -236,6 +250,8 @@ class Scheduler:
         request.state = RequestState.RUNNING
         request.row = heapq.heappop(self._free_rows)
         request.num_prefill_tokens = request.num_tokens
+        if self._prefixes is not None:
+            self._prefixes.begin(request)
         self._running.append(request)
 
     def _preempt(self, request: Request, now: float) -> None:
@@ -283,7 +299,7 @@ class Scheduler:
             token_ids=request.known_ids(start, end),
             samples=samples,
             is_new=is_new,
-            new_pages=self._take_pages(request, request.num_prefill_tokens),
+            new_pages=self._take_pages(request, request.num_prefill_tokens, all_new=is_new),
             wants_prompt_logprobs=request.scores_prompt and start < request.num_prompt_tokens,
         )
         request.num_computed_tokens = end
@@ -293,12 +309,14 @@ class Scheduler:
         request.last_step = self._next_step_id
         return row
 
-    def _take_pages(self, request: Request, num_tokens: int) -> Sequence[tuple[int, int]]:
-        """Pages for `num_tokens` tokens in all; the new ones as (index, page)."""
+    def _take_pages(self, request: Request, num_tokens: int, all_new: bool = False) -> Sequence[tuple[int, int]]:
+        """Pages for `num_tokens` tokens in all; the new ones as (index, page), with `all_new` all of the row."""
         held = len(request.pages)
         pages = self._pool.allocate(max(0, self._pool.pages_for(num_tokens) - held))
+        for page in pages:
+            self._taken_at[page] = self._next_step_id
         request.pages += pages
-        return list(enumerate(pages, held))
+        return list(enumerate(request.pages)) if all_new else list(enumerate(pages, held))
 
     # What came back
 
@@ -311,10 +329,13 @@ class Scheduler:
         batch = self._in_flight.popleft()
         assert output.batch is batch, "results must be read in the order of the launches"
         updates = []
-        every_finite = bool(output.finite.all())
+        every_finite = output.every_finite
+        prefixes, decoded = self._prefixes, batch.kind == "decode"
         for column, (row, sampled) in enumerate(zip(batch.rows, output.token_lists, strict=True)):
             request = row.request
             if request.state is RequestState.FINISHED:
+                if not every_finite and not output.is_finite(column):
+                    self._condemn(request)
                 continue  # ended by an earlier launch, by `finish` or by `abort`
             assert row.epoch == request.epoch
             samples = row.samples
@@ -326,10 +347,16 @@ class Scheduler:
                 request.output_ids += tokens
             else:
                 tokens, reason = read_tokens(request, tokens, output.finite[:, column])
+                if not every_finite and not output.is_finite(column):
+                    reason = "error"  # the prompt's scores may be NaN where the logits are not
             if reason is None and len(request.output_ids) == request.limit:
                 # With limit 0 only the prompt's logprobs were asked for: done when the prompt is.
                 done = samples > 0 or row.start + row.num_tokens == request.num_prompt_tokens
                 reason = "length" if done else None
+            if prefixes is not None and reason != "error":
+                end = row.start + (len(tokens) if decoded else row.num_tokens)
+                if end >= request.commit_at:
+                    prefixes.commit(request, row.start, end, decoded=decoded)
             if reason is not None:
                 self._end(request, reason)
             updates.append(RequestUpdate(request, column, tokens, reason is not None))
@@ -339,6 +366,8 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason) -> None:
         """Finish a waiting or running request; what is in flight for it no longer counts."""
         del self._requests[request.request_id]
+        if reason == "error":
+            self._condemn(request)
         if request.state is RequestState.RUNNING:
             self._leave(request)
         else:
@@ -358,29 +387,65 @@ class Scheduler:
         self._running.remove(request)
         heapq.heappush(self._free_rows, request.row)
         if self._in_flight and request.last_step >= self._in_flight[0].step_id:
-            self._releases.append((request.last_step, request.pages))
+            self._releases.append((request.last_step, request.pages, request))
         else:
-            self._pool.free(request.pages)
+            self._pool.free(request.pages[::-1])
         request.row = -1
         request.pages = []
 
     def _release_until(self, step_id: int) -> None:
         """Free the pages no launch after `step_id` can touch."""
-        for last_step, pages in self._releases:
+        for last_step, pages, _ in self._releases:
             if last_step <= step_id:
-                self._pool.free(pages)
+                self._pool.free(pages[::-1])
         self._releases = [release for release in self._releases if release[0] > step_id]
+
+    def _condemn(self, request: Request) -> None:
+        """The request's logits were not finite: its pages may hold NaN, be it running or ended with a launch still in flight."""
+        self._pool.condemn(request.pages)
+        for _, pages, owner in self._releases:
+            if owner is request:
+                self._pool.condemn(pages)
+
+    def forget_prefixes(self) -> None:
+        """No page is found any more, nor given a key by a request that runs now: the weights have changed."""
+        if self._prefixes is not None:
+            self._prefixes.forget_all(self._running)
+
+    # Looking at it
+
+    def page_uses(self) -> list[PageUse]:
+        """Every page that is held, or that the prefix cache finds."""
+        owners: dict[int, list[str]] = {}
+        held = [(r.request_id, r.pages) for r in self._running] + [(r.request_id, pages) for _, pages, r in self._releases]
+        for request_id, pages in held:
+            for page in pages:
+                owners.setdefault(page, []).append(request_id)
+        return page_uses(self._pool, owners, [self._next_step_id - step for step in self._taken_at])
+
+    def find_leaks(self) -> list[str]:
+        """What is still held although no request is left and nothing is in flight, one line each: nothing, unless there is a
+        bug. Costs O(1)."""
+        assert not self._requests
+        assert not self._in_flight
+        found = []
+        taken_rows = self._config.max_sequences - len(self._free_rows)
+        if self._pool.num_used:
+            found.append(f"{self._pool.num_used} of {self._pool.capacity} pages are held by no request")
+        if taken_rows:
+            found.append(f"{taken_rows} of {self._config.max_sequences} rows are taken by no request")
+        return found
 
     def check_integrity(self) -> None:
         """Assert the invariants between calls. Costs O(pages): for tests and debugging."""
         self._pool.check_integrity()
         self._lanes.check_integrity()
         held = Counter(page for r in self._running for page in r.pages)
-        held.update(page for _, pages in self._releases for page in pages)
+        held.update(page for _, pages, _ in self._releases for page in pages)
         assert len(held) == self._pool.num_used, "pages are held that no request and no pending release knows"
         assert all(self._pool.holders(page) == count for page, count in held.items())
         launches = {batch.step_id for batch in self._in_flight}
-        assert all(last_step in launches for last_step, _ in self._releases), "a release waits for a launch that is over"
+        assert all(last_step in launches for last_step, _, _ in self._releases), "a release waits for a launch that is over"
         assert sorted([r.row for r in self._running] + self._free_rows) == list(range(self._config.max_sequences))
         assert sorted(r.request_id for r in (*self._running, *self._lanes)) == sorted(self._requests)
         for request in self._running:

@@ -61,11 +61,18 @@ def response_body(
     }
 
 
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
-    """Token counts: each prompt once, however many choices it has; every sampled token."""
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Token counts: each prompt once, however many choices it has, and how much of it its first choice found in the prefix cache;
+    every sampled token."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 def error_body(error: LlmjaxError) -> dict[str, Any]:

@@ -55,7 +55,9 @@ def request(rng: random.Random) -> tuple[list[int], SamplingParams]:
 
 
 def test_the_programs_are_one_of_each_kind(engine: Engine) -> None:
-    assert [program.name for program in engine.programs] == ["reset 8 rows", "decode 4 rows x 3 steps", "extend 16 tokens"]
+    assert [program.name for program in engine.programs] == [
+        "reset 8 rows", "wipe 16 pages", "decode 4 rows x 3 steps", "extend 16 tokens",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("neighbours", [1, 3])
@@ -69,6 +71,37 @@ def test_b24_deterministic_mode_is_bitwise(neighbours: int, engine: Engine) -> N
         engine.step()
     beside = engine.add_request(ids, params)
     assert bits(finish(engine)[beside]) == bits(want)
+
+
+def test_a_prefix_that_is_found_changes_no_bit(engine: Engine) -> None:
+    """Lengths around the chunk; the answer of the first time is part of a later prompt."""
+    ids = [random.randrange(CONFIGS[MODEL].num_tokens) for _ in range(60)]
+    params = SamplingParams(temperature=0.0, max_tokens=20, logprobs=2, ignore_eos=True)
+    lengths = (16, 17, 31, 32, 33, 60)
+    want = []
+    for length in lengths:
+        engine.scheduler.forget_prefixes()
+        engine.add_request(ids[:length], params, request_id="cold")
+        want.append(finish(engine)["cold"])
+    assert [output.num_cached_tokens for output in want] == [0] * len(lengths)
+    found = []
+    for length, cold in zip(lengths, want, strict=True):
+        for row in range(2):
+            engine.add_request([row] * 20, SamplingParams(max_tokens=5))
+        engine.add_request(ids[:length], params, request_id="warm")
+        warm = finish(engine)["warm"]
+        assert bits(warm) == bits(cold)
+        found.append(warm.num_cached_tokens)
+    assert found == [0, 16, 16, 16, 32, 48]
+    turn = ids + want[-1].outputs[0].token_ids
+    outputs = []
+    for _ in range(2):
+        engine.add_request(turn, params, request_id="turn")
+        outputs.append(finish(engine)["turn"])
+        assert outputs[-1].num_cached_tokens == (48 if len(outputs) == 1 else 64)
+    engine.scheduler.forget_prefixes()
+    engine.add_request(turn, params, request_id="turn")
+    assert [bits(output) for output in outputs] == [bits(finish(engine)["turn"])] * 2
 
 
 def test_random_arrivals_change_no_bit(engine: Engine) -> None:

@@ -80,7 +80,12 @@ def test_plain_prompts_in_all_their_forms(tmp_path: Path) -> None:
         "prompt": "just text",
         "text": "jus",
         "finish_reason": "length",
-        "usage": {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12},
+        "usage": {
+            "prompt_tokens": 9,
+            "completion_tokens": 3,
+            "total_tokens": 12,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
         "error": None,
     }
     assert by_id["x"]["text"] == "named"

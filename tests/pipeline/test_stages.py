@@ -65,7 +65,7 @@ def test_the_engine_stage_builds_what_the_file_says(write: Write, calls: list[tu
     path = write(
         "runtime: {platform: cpu, seed: 5, memory_fraction: 80%}\n"
         "stages:\n  model: {source: {random: {preset: llama-8b, seed: 2, scale: 0.5}}}\n"
-        "  engine: {max_context: 128, kv_cache: {memory: 1MiB, page_size: 32}, deterministic: true,\n"
+        "  engine: {max_context: 128, kv_cache: {memory: 1MiB, page_size: 32, prefix_cache: false}, deterministic: true,\n"
         "    batching: {max_sequences: 4, max_tokens_per_step: 64, prefill_chunk: 32, decode_steps: 2, "
         "buckets: {rows: 4, tokens: 64}}}\n"
     )
@@ -79,6 +79,7 @@ def test_the_engine_stage_builds_what_the_file_says(write: Write, calls: list[tu
         kv_cache_bytes=2**20,
         page_size=32,
         deterministic=True,
+        prefix_cache=False,
         max_sequences=4,
         max_tokens_per_step=64,
         prefill_chunk=32,

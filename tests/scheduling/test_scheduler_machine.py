@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from fakes_scheduling import VOCAB, Simulation, make_request
+from fakes_scheduling import NAN_ID, VOCAB, Simulation, make_request
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -35,10 +35,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         deterministic=st.booleans(),
         lanes=st.sampled_from(LANES),
         max_wait=st.sampled_from([0.0, 3.0, 100.0]),
+        prefix_cache=st.booleans(),
     )
     def start(
-        self, page_size, longest_pages, spare, max_sequences, extra_budget, chunk, decode_steps, deterministic, lanes, max_wait
-    ):
+        self, page_size, longest_pages, spare, max_sequences, extra_budget, chunk, decode_steps, deterministic, lanes, max_wait,
+        prefix_cache,
+    ):  # fmt: skip
         self.longest = longest_pages * page_size
         self.sim = Simulation(
             num_pages=1 + longest_pages + spare,
@@ -50,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             deterministic=deterministic,
             lanes=lanes,
             max_wait=max_wait,
+            prefix_cache=prefix_cache,
         )
 
     def live(self):
@@ -66,8 +69,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             seed=seed,
             stop_ids=sorted(stop),
             min_tokens=data.draw(st.integers(0, limit), label="min_tokens"),
+            salt=data.draw(st.sampled_from([None, None, "a"]), label="salt"),
         )
         request.priority = data.draw(st.sampled_from([0, 0, 0, -1, 1]), label="priority")
+        if data.draw(st.integers(0, 19), label="NaN") == 0:
+            request.prompt_ids[data.draw(st.integers(0, prompt - 1), label="place")] = NAN_ID
         with contextlib.suppress(QueueFullError):
             self.sim.add(request)
         self.sim.check()
@@ -77,6 +83,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sim.now += seconds
         for request in self.sim.expire():
             assert self.sim.now - request.arrival_time > 4.0
+
+    @precondition(lambda self: self.sim.requests)
+    @rule(data=st.data(), turn=st.integers(0, 9), seed=st.integers(0, 2000))
+    def next_turn(self, data, turn, seed):
+        """A conversation goes on, or a prompt is sent again, also while the first one runs."""
+        before = data.draw(st.sampled_from(self.sim.requests))
+        history = [*before.prompt_ids, *before.output_ids, *range(turn)][: self.longest - 1]
+        with contextlib.suppress(QueueFullError):
+            self.sim.add(make_request(f"r{len(self.sim.requests)}", history, 1 + turn, seed=seed, salt=before.params.cache_salt))
+
+    @rule()
+    def new_weights(self):
+        """What is in the cache is of the old ones: nobody may find it, nor what running requests make of it."""
+        self.sim.new_weights()
 
     @precondition(lambda self: len(self.sim.device.launches) < 3)
     @rule()

@@ -43,6 +43,20 @@ def scripted(text: str, pieces: list[bytes], prompt: str = "p", **fields: Any) -
     return answer(request, [RequestOutput("r", prompt, [0], [choice])])["choices"][0]["logprobs"]
 
 
+def usage_of(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }  # fmt: skip
+
+
+def test_cached_tokens_are_told_once_a_prompt() -> None:
+    request = parse_request("completions", {"prompt": ["abcd", "efgh"], "n": 2})
+    choices = [CompletionOutput(0, "x", [1], finish_reason="stop"), CompletionOutput(1, "x", [1], finish_reason="stop")]
+    outputs = [RequestOutput("r", "abcd", [1] * 4, choices, num_cached_tokens=cached) for cached in (3, 0)]
+    assert answer(request, outputs)["usage"] == usage_of(8, 4, cached=3)
+
+
 def test_a_completion_answer() -> None:
     assert run("completions", prompt="abc", max_tokens=4) == {
         "id": "cmpl-7",
@@ -50,7 +64,7 @@ def test_a_completion_answer() -> None:
         "created": 5,
         "model": "m",
         "choices": [{"index": 0, "text": "abca", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7},
+        "usage": usage_of(3, 4),
     }
 
 
@@ -62,7 +76,7 @@ def test_a_chat_answer() -> None:
         {"role": "assistant", "content": "use", "refusal": None},
     ]
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
-    assert body["usage"] == {"prompt_tokens": 8, "completion_tokens": 6, "total_tokens": 14}
+    assert body["usage"] == usage_of(8, 6)
 
 
 def test_choices_of_several_prompts_are_numbered_through() -> None:

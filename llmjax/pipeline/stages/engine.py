@@ -34,6 +34,7 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
     "token_buckets": ("batching", "buckets", "tokens"),
     "max_wait": ("queue", "max_wait"),
     "deterministic": ("deterministic",),
+    "prefix_cache": ("kv_cache", "prefix_cache"),
 }
 
 
@@ -46,6 +47,12 @@ class KVCacheSection(Section):
         None,
         description="Share of the process's memory budget that is left after all weights; by default 90%. "
         "The fractions of a file's engines add up to at most 100%.",
+    )
+
+    prefix_cache: bool = Field(
+        _DEFAULTS.prefix_cache,
+        description="Keep computed pages until their room is needed, and read them again for requests that begin alike. "
+        "The answers are those without it.",
     )
 
     @model_validator(mode="after")
@@ -203,6 +210,7 @@ class EngineSection(StageSection):
             seed=seed,
             compile_cache=compile_cache,
             deterministic=self.deterministic,
+            prefix_cache=self.kv_cache.prefix_cache,
         )
 
 

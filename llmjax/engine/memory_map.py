@@ -1,0 +1,102 @@
+"""`MemoryMap`: where the memory of an engine is, page by page and by purpose. For debugging; owns nothing, changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from typing import Any
+
+import jax
+
+from llmjax.engine.runner import ModelRunner
+from llmjax.scheduling.page_map import PageUse
+from llmjax.scheduling.page_pool import PagePool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes on the device by purpose.
+
+    Attributes:
+        weights, cache, state: arrays the engine holds all the time (an array that occurs twice counts once).
+        temporaries: of the program that needs most, while it runs.
+        in_use, limit: of the whole process, as the device tells; None where it does not (a CPU).
+    """
+
+    weights: int
+    cache: int
+    state: int
+    temporaries: int
+    in_use: int | None
+    limit: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryMap:
+    """A moment of an engine's memory.
+
+    Attributes:
+        step: launches so far; ages count from here.
+        page_size: tokens a page. page_bytes: bytes a page over all layers.
+        num_pages: pages of the pool (the null page is not counted).
+        num_held: pages that requests hold, a shared one once. num_shared: those of them that several hold.
+        num_kept: free pages whose content the prefix cache still finds. num_empty: the rest.
+        pages: every page that is held or kept.
+        device: bytes by purpose.
+    """
+
+    step: int
+    page_size: int
+    page_bytes: int
+    num_pages: int
+    num_held: int
+    num_shared: int
+    num_kept: int
+    num_empty: int
+    pages: tuple[PageUse, ...]
+    device: DeviceMemory
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as numbers, texts, lists and dicts, fit for `json.dumps`."""
+        fields = dataclasses.asdict(self)
+        return fields | {"pages": [page | {"owners": list(page["owners"])} for page in fields["pages"]]}
+
+
+def memory_map(pool: PagePool, pages: list[PageUse], step: int, runner: ModelRunner) -> MemoryMap:
+    """The present moment; `pages` are the scheduler's (`Scheduler.page_uses`)."""
+    device = _device_memory(runner)
+    return MemoryMap(
+        step=step,
+        page_size=pool.page_size,
+        page_bytes=device.cache // pool.num_pages,
+        num_pages=pool.capacity,
+        num_held=pool.num_used,
+        num_shared=sum(page.shared for page in pages),
+        num_kept=pool.num_kept,
+        num_empty=pool.num_free - pool.num_kept,
+        pages=tuple(pages),
+        device=device,
+    )
+
+
+def live_bytes() -> int:
+    """Bytes of all arrays that are alive in this process."""
+    gc.collect()
+    return sum(int(array.nbytes) for array in jax.live_arrays())
+
+
+def _device_memory(runner: ModelRunner) -> DeviceMemory:
+    stats = jax.devices()[0].memory_stats() or {}
+    params, cache, state = runner.arrays
+    return DeviceMemory(
+        weights=_bytes(params),
+        cache=_bytes(cache),
+        state=_bytes(state),
+        temporaries=max((program.temp_bytes for program in runner.programs), default=0),
+        in_use=stats.get("bytes_in_use"),
+        limit=stats.get("bytes_limit"),
+    )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(int(array.nbytes) for array in {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values())
