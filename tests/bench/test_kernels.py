@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +15,8 @@ import pytest
 from tiny_models import CONFIGS
 
 from bench import kernel_cases, kernels
-from bench.kernel_cases import Case, Group, attention_groups, dense_groups
-from bench.kernel_timing import Contender, Measured, contenders, run_group, winner
+from bench.kernel_cases import Case, Group, attention_groups, dense_groups, rope_groups
+from bench.kernel_timing import Contender, Measured, contenders, program, run_group, winner
 from pallas_kernels import smoke, tuning
 from pallas_kernels.dispatch import Operation, UnsupportedShape
 from pallas_kernels.paged_attention import reference as attention_in_numpy
@@ -187,3 +188,19 @@ def test_a_step_has_five_matmuls_and_their_bytes() -> None:
             assert case.count == (1 if name == "head" else config.num_layers)
     first, second = groups["out"].data(3)[:2]
     assert not np.array_equal(first["w"], second["w"])
+
+
+@pytest.mark.usefixtures("tiny_presets")
+def test_caches_are_written_in_place_from_call_to_call() -> None:
+    """Copied once a launch, where the loop is entered, and not at each call: a copy would be what is timed."""
+    (group,) = rope_groups("llama", [3])
+    ((case, _, (xla,)),) = run(group)
+    assert xla.problem == ""
+    assert xla.error < 1e-5
+    query = jax.eval_shape(case.query, jax.random.key(0))
+    data = jax.eval_shape(lambda: group.data(3))
+    compiled = jax.jit(program(xla.contender, case, group.turns, 2)).lower(query, data).compile()
+    cache = "f32[" + ",".join(map(str, query[1].shape)) + "]"
+    copies = [line for line in compiled.as_text().splitlines() if re.search(rf"= {re.escape(cache)}\S* copy\(", line)]
+    assert len(copies) == 2
+    assert case.bytes == 4 * (2 * query[0].size + 2 * data["cos"].size)
