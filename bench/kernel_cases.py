@@ -19,6 +19,7 @@ from pallas_kernels.dispatch import Operation
 from pallas_kernels.fused_layer import FUSED_LAYER, MEETINGS, LayerParams, NextParams
 from pallas_kernels.matmul import DENSE, GATED_DENSE, RESIDUAL_DENSE
 from pallas_kernels.paged_attention import PAGED_ATTENTION
+from pallas_kernels.rope_kv_write import ROPE_KV_WRITE
 from pallas_kernels.smoke import Call
 
 L2_IS_COLD = 320_000_000
@@ -40,9 +41,11 @@ class Case:
         bytes: what a call must read from memory at least.
         flops: what it must multiply and add, where that takes longer than its bytes; 0 where it does not count.
         must, goal: TB/s asked for; None where only the reference is to be beaten.
-        query: makes the small operand [T, ...] from a key; the only one that is carried from call to call.
+        query: makes what is carried from call to call from a key: the small operand [T, ...], and what a call changes in place.
         arguments: (query, data, turn, round) -> the call. `turn` is one of the group's, `round` an int32 scalar.
-        result: what of a call's result is compared.
+        carry: (query, result) -> the query of the next call.
+        kept: what of a call's result is kept to the end of a round. What is changed in place cannot be, or it would be copied.
+        result: what of that is compared.
     """
 
     name: str
@@ -54,8 +57,10 @@ class Case:
     flops: int = 0
     must: float | None = None
     goal: float | None = None
-    query: Callable[[jax.Array], jax.Array]
-    arguments: Callable[[jax.Array, Any, Any, jax.Array], Call]
+    query: Callable[[jax.Array], Any]
+    arguments: Callable[[Any, Any, Any, jax.Array], Call]
+    carry: Callable[[Any, Any], Any] = lambda query, result: query
+    kept: Callable[[Any], Any] = lambda result: result
     result: Callable[[Any], Any] = lambda result: result
 
 
@@ -281,10 +286,57 @@ def layer_groups(model: str, tokens: Sequence[int] = (8, 32, 64, 16)) -> Iterato
         yield Group(name=f"{model} {'last layer' if last else 'layer'}", cases=cases, data=data, turns=lambda d: d, rank=rank)
 
 
+def rope_groups(model: str, tokens: Sequence[int] = TOKENS) -> Iterator[Group]:
+    """From q, k and v to queries and cache, each token on a page of its own, with a cache of several layers written in turn.
+
+    Of the results only the queries are compared: the caches are written in place.
+    """
+    config = preset_config(model)
+    dtype = jnp.dtype(config.dtype)
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    page_size, layers = 16, 8
+    for rank, n in enumerate(tokens):
+
+        def data(seed: int, n: int = n) -> dict[str, jax.Array | None]:
+            random = np.random.default_rng(seed)
+            angles = random.uniform(0, 6, (n, dim // 2))
+            weight = jnp.asarray(random.uniform(0.5, 1.5, dim), jnp.float32) if config.qk_norm else None
+            return {
+                "cos": jnp.asarray(np.cos(angles), jnp.float32), "sin": jnp.asarray(np.sin(angles), jnp.float32),
+                "pages": jnp.asarray(1 + random.permutation(n), jnp.int32),
+                "offsets": jnp.asarray(random.integers(0, page_size, n), jnp.int32), "norm": weight,
+            }  # fmt: skip
+
+        def query(key: jax.Array, n: int = n) -> tuple[jax.Array, jax.Array, jax.Array]:
+            shape = (layers * (n + 1), kv_heads, page_size, dim)
+            qkv = jax.random.normal(key, (n, (heads + 2 * kv_heads) * dim), dtype)
+            return qkv, jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+        def arguments(query: Any, data: dict[str, jax.Array | None], turn: int, _: jax.Array, n: int = n) -> Call:
+            args = (*query, data["cos"], data["sin"], data["pages"], data["offsets"], data["norm"], data["norm"])
+            return Call(args, {"page_offset": jnp.int32(turn * (n + 1)), "eps": config.norm_eps})
+
+        case = Case(
+            name=f"{n} tokens",
+            operation=ROPE_KV_WRITE,
+            model=model,
+            rows=n,
+            count=config.num_layers,
+            bytes=n * (2 * (heads + 2 * kv_heads) * dim * dtype.itemsize + dim * 4),  # read and written, and cos and sin
+            query=query,
+            arguments=arguments,
+            carry=lambda query, result: (query[0], *result[1:]),
+            kept=lambda result: result[0],
+        )
+        name = f"{model} {ROPE_KV_WRITE.name} {case.name}"
+        yield Group(name=name, cases=(case,), data=data, turns=lambda _: range(layers), rank=rank)
+
+
 GROUPS: dict[str, Callable[[str], Iterator[Group]]] = {
     DENSE.name: dense_groups,
     RESIDUAL_DENSE.name: residual_groups,
     GATED_DENSE.name: gated_groups,
     PAGED_ATTENTION.name: attention_groups,
     FUSED_LAYER.name: layer_groups,
+    ROPE_KV_WRITE.name: rope_groups,
 }

@@ -50,7 +50,7 @@ class Contender:
 
     label: str
     function: Callable[..., Any]
-    arguments: Callable[[jax.Array, Any, Any, jax.Array], Call]
+    arguments: Callable[[Any, Any, Any, jax.Array], Call]
     implementation: str | None = None
     config: Any = None
     data: Callable[[Any], Any] | None = None
@@ -119,19 +119,22 @@ def config_fields(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config._asdict())
 
 
-def program(contender: Contender, turns: Callable[[Any], Sequence[Any]], rounds: int) -> Callable[[Any, Any], list[Any]]:
-    """(query, data) -> the results of the last of `rounds` rounds, one for each turn."""
+def program(
+    contender: Contender, case: Case, turns: Callable[[Any], Sequence[Any]], rounds: int
+) -> Callable[[Any, Any], list[Any]]:
+    """(query, data) -> what is kept of the results of the last of `rounds` rounds, one for each turn."""
 
-    def one_round(index: jax.Array, query: jax.Array, data: Any) -> tuple[jax.Array, list[Any]]:
+    def one_round(index: jax.Array, query: Any, data: Any) -> tuple[Any, list[Any]]:
         results = []
         for turn in turns(data):
             call = contender.arguments(query, data, turn, index)
             # All that comes out of the barrier is used in the end: XLA drops what is not, and with it the call.
-            query, result = lax.optimization_barrier((query, contender.function(*call.args, **call.kwargs)))
-            results.append(result)
+            result = contender.function(*call.args, **call.kwargs)
+            query, kept = lax.optimization_barrier((case.carry(query, result), case.kept(result)))
+            results.append(kept)
         return query, results
 
-    def run(query: jax.Array, data: Any) -> list[Any]:
+    def run(query: Any, data: Any) -> list[Any]:
         shapes = jax.eval_shape(one_round, np.int32(0), query, data)[1]
         empty = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
         return lax.fori_loop(0, rounds, lambda index, carry: one_round(index, carry[0], data), (query, empty))[1]
@@ -222,7 +225,7 @@ def _compile(contender: Contender, case: Case, group: Group, shapes: Any, rounds
     try:
         query = _query_shape(case)
         own = shapes if contender.data is None else jax.eval_shape(contender.data, shapes)
-        return jax.jit(program(contender, group.turns, rounds)).lower(query, own).compile()
+        return jax.jit(program(contender, case, group.turns, rounds)).lower(query, own).compile()
     except Exception as error:  # one that fails must not take the others along
         return _reason(error)
 
@@ -231,7 +234,7 @@ def _measure(
     case: Case,
     contender: Contender,
     compiled: Any,
-    query: jax.Array,
+    query: Any,
     data: Any,
     expected: list[Any],
     rounds: int,
@@ -269,9 +272,11 @@ def _measure(
 _worst_error = jax.jit(worst_error)  # never NaN: what is not finite counts as infinite
 
 
-def _expected(case: Case, query: jax.Array, data: Any, turns: Sequence[Any], rounds: int) -> list[Any]:
+def _expected(case: Case, query: Any, data: Any, turns: Sequence[Any], rounds: int) -> list[Any]:
     right = jax.jit(
-        lambda query, data, turn, index: case.result(reference(case.operation, case.arguments(query, data, turn, index))),
+        lambda query, data, turn, index: case.result(
+            case.kept(reference(case.operation, case.arguments(query, data, turn, index)))
+        ),
     )
     return [right(query, data, turn, jnp.int32(rounds - 1)) for turn in turns]
 

@@ -23,6 +23,7 @@ from pallas_kernels.fused_layer import FUSED_LAYER, MEETINGS, LayerParams, NextP
 from pallas_kernels.matmul import DENSE, GATED_DENSE, RESIDUAL_DENSE
 from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.shapes import Case, make_inputs
+from pallas_kernels.rope_kv_write import ROPE_KV_WRITE
 
 if TYPE_CHECKING:
     from jax import Array
@@ -172,6 +173,24 @@ def _flash_attention(random: np.random.Generator) -> Call:
     return Call(args, {"causal": True, "scale": case.scale, "soft_cap": 0.0, "return_lse": False})
 
 
+def _rope_kv_write(random: np.random.Generator) -> Call:
+    """Tokens on pages of their own, and one whose page does not exist."""
+    tokens, heads, kv_heads, dim = 9, 8, 2, 128
+
+    def normal(*shape: int) -> Array:
+        return jnp.asarray(random.standard_normal(shape), jnp.bfloat16)
+
+    angles = random.uniform(0, 6, (tokens, dim // 2))
+    tables = (jnp.asarray(function(angles), jnp.float32) for function in (np.cos, np.sin))
+    pages, offsets = random.permutation(tokens).astype(np.int32), random.integers(0, 16, tokens, np.int32)
+    pages[-1] = tokens
+    norms = (jnp.asarray(random.uniform(0.5, 1.5, dim), jnp.float32) for _ in "qk")
+    cache = (2 * tokens, kv_heads, 16, dim)
+    qkv = normal(tokens, (heads + 2 * kv_heads) * dim)
+    args = (qkv, normal(*cache), normal(*cache), *tables, jnp.asarray(pages), jnp.asarray(offsets), *norms)
+    return Call(args, {"page_offset": jnp.int32(tokens), "eps": 1e-6})
+
+
 _LAYER_TOKENS = 8
 
 
@@ -201,6 +220,7 @@ PROBES = (
     Probe(PAGED_ATTENTION, _decode_attention),
     Probe(PAGED_ATTENTION, _extend_attention),
     Probe(FLASH_ATTENTION, _flash_attention),
+    Probe(ROPE_KV_WRITE, _rope_kv_write),
     Probe(FUSED_LAYER, _layer, _layer_result),
 )
 

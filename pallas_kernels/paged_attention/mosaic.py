@@ -250,7 +250,8 @@ def _query_rows(q: Array, plan: Plan) -> Array:
     q."""
     if plan.few_heads:
         return q
-    return jnp.pad(q, ((0, 0), (0, plan.rows - q.shape[1]), (0, 0))).reshape(-1, plan.head_dim)
+    padding = plan.rows - q.shape[1]
+    return (jnp.pad(q, ((0, 0), (0, padding), (0, 0))) if padding else q).reshape(-1, plan.head_dim)
 
 
 def _combine(partials: Partials, q: Array, seq_lens: Array, query_starts: Array, plan: Plan) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,9 +15,9 @@ import pytest
 from tiny_models import CONFIGS
 
 from bench import flash_cases, kernel_cases, kernels
-from bench.kernel_cases import Case, Group, attention_groups, dense_groups
+from bench.kernel_cases import Case, Group, attention_groups, dense_groups, rope_groups
 from bench.kernel_peers import peers
-from bench.kernel_timing import Contender, Measured, contenders, run_group, winner
+from bench.kernel_timing import Contender, Measured, contenders, program, run_group, winner
 from pallas_kernels import smoke, tuning
 from pallas_kernels.dispatch import Operation, UnsupportedShape
 from pallas_kernels.paged_attention import reference as attention_in_numpy
@@ -233,3 +234,19 @@ def test_variants_of_a_prompt_are_different_calls_and_have_a_peer_where_cudnn_ca
         assert [peer.label for peer in peers(case)] == ([] if "ALiBi" in name or "bias" in name else ["cudnn"])
     assert len(set(seen.values())) == len(seen)
     assert seen["window 1024, 2048 tokens"][3] < seen["plain, 2048 tokens"][3]
+
+
+@pytest.mark.usefixtures("tiny_presets")
+def test_caches_are_written_in_place_from_call_to_call() -> None:
+    """Copied once a launch, where the loop is entered, and not at each call: a copy would be what is timed."""
+    (group,) = rope_groups("llama", [3])
+    ((case, _, (xla,)),) = run(group)
+    assert xla.problem == ""
+    assert xla.error < 1e-5
+    query = jax.eval_shape(case.query, jax.random.key(0))
+    data = jax.eval_shape(lambda: group.data(3))
+    compiled = jax.jit(program(xla.contender, case, group.turns, 2)).lower(query, data).compile()
+    cache = "f32[" + ",".join(map(str, query[1].shape)) + "]"
+    copies = [line for line in compiled.as_text().splitlines() if re.search(rf"= {re.escape(cache)}\S* copy\(", line)]
+    assert len(copies) == 2
+    assert case.bytes == 4 * (2 * query[0].size + 2 * data["cos"].size)

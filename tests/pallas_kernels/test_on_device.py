@@ -11,6 +11,11 @@ import pytest
 from jax import lax
 
 from pallas_kernels.fused_layer import MEETINGS, LayerParams, NextParams, fused_layer
+from pallas_kernels.paged_attention import mosaic as attention_mosaic
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.shapes import Case, make_inputs
+from pallas_kernels.rope_kv_write import mosaic as rope_mosaic
+from pallas_kernels.rope_kv_write import rope_kv_write
 
 pytestmark = pytest.mark.gpu
 
@@ -63,3 +68,71 @@ def test_layers_in_a_row_and_again_in_a_loop(tokens):
     for _ in range(100):  # no result depends on who arrives first
         again = steps(x, residual, params, following, implementation="mosaic")
         assert all((a == b).all() for a, b in zip(got, again, strict=True))
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "config"), donate_argnums=(1, 2))
+def written(qkv, k_cache, v_cache, cos, sin, pages, offsets, norms, *, implementation, config=None):
+    """Three layers write their tokens, each with the page offset of its own; the queries of all."""
+    queries = []
+    for layer in range(LAYERS):
+        offset = jnp.int32(layer * (k_cache.shape[0] // LAYERS))
+        write = functools.partial(rope_kv_write, implementation=implementation)
+        if config is not None:
+            write = functools.partial(rope_mosaic.rope_kv_write, config=config)
+        q, k_cache, v_cache = write(qkv[layer], k_cache, v_cache, cos, sin, pages, offsets, *norms, page_offset=offset, eps=1e-6)
+        queries.append(q)
+    return queries, k_cache, v_cache
+
+
+@pytest.mark.parametrize("tokens", [1, 13, 256])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(32, 8, 128), (12, 2, 128), (14, 2, 64), (9, 3, 80), (32, 32, 96), (16, 8, 192), (8, 2, 256)],
+)
+def test_every_cut_of_rotation_and_cache_write(heads, kv_heads, head_dim, norm, tokens):
+    """Against the reference in the same program: queries and keys to rounding; values, and what no token owns, bit for bit."""
+    random = np.random.default_rng()
+    pages = random.permutation(tokens).astype(np.int32)
+    pages[0] = LAYERS * (tokens + 1)  # out of range in every layer
+    offsets = random.integers(0, 16, tokens, np.int32)
+    angles = random.uniform(0, 6, (tokens, head_dim // 2))
+    tables = [jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)]
+    norms = [jnp.asarray(random.uniform(0.5, 1.5, head_dim), jnp.float32) for _ in "qk"] if norm else [None, None]
+    qkv = random.standard_normal((LAYERS, tokens + 5, (heads + 2 * kv_heads) * head_dim))
+    qkv[:, tokens:] = np.nan
+    cache = jnp.asarray(random.standard_normal((LAYERS * (tokens + 1), kv_heads, 16, head_dim)), jnp.bfloat16)
+
+    def run(implementation, config=None):
+        args = (jnp.asarray(qkv, jnp.bfloat16), cache + 0, cache + 1, *tables, jnp.asarray(pages), jnp.asarray(offsets), norms)
+        return jax.tree.map(np.asarray, written(*args, implementation=implementation, config=config))
+
+    queries, keys, values = run("xla")
+    key = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "norm": int(norm)}
+    for config in rope_mosaic.candidates(key):
+        got_queries, got_keys, got_values = run("mosaic", config)
+        np.testing.assert_array_equal(got_values, values)
+        for got, expected in ((np.stack(got_queries), np.stack(queries)), (got_keys, keys)):
+            got, expected = got.astype(np.float64), expected.astype(np.float64)
+            size = np.hypot(*np.split(expected, 2, axis=-1))
+            assert np.all(np.abs(got - expected) <= np.concatenate([size, size], axis=-1) * 2.0**-6), config
+        owned = np.zeros(cache.shape[:3:2], bool)
+        for layer in range(LAYERS):
+            owned[pages[1:] + layer * (tokens + 1), offsets[1:]] = True
+        np.testing.assert_array_equal(got_keys.swapaxes(1, 2)[~owned], keys.swapaxes(1, 2)[~owned])
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(12, 2), (14, 2), (3, 3)])
+def test_attention_of_fewer_heads_than_a_copy_brings(heads, kv_heads, splits):
+    """The copy engine fills up what lies beyond the last head, and reads nothing of the next token, which may be padding: NaN."""
+    case = Case(
+        name="few heads", num_heads=heads, num_kv_heads=kv_heads, head_dim=128, page_size=16, decode=True,
+        rows=tuple((length, min(length, 1)) for length in (300, 0, 17, 1, 64, 0)),
+    )  # fmt: skip
+    inputs, offset = make_inputs(case)
+    args = [jnp.asarray(a, jnp.bfloat16) for a in inputs[:3]] + [jnp.asarray(a) for a in inputs[3:]]
+    options = {"page_offset": jnp.int32(offset), "scale": case.scale, "decode": True}
+    expected = paged_attention(*args, **options, implementation="xla").astype(jnp.float32)
+    got = attention_mosaic.paged_attention(*args, **options, config=attention_mosaic.Config(1, 64, 2, splits))
+    np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=0, atol=2e-2)

@@ -108,3 +108,10 @@ def test_all_layers_call_one_kernel():
     assert text.count("call @_paged_attention") == 3
     assert text.count("func.func private @_paged_attention") == 1
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize(("model", "heads", "padded"), [(LLAMA_8B, 4, False), (QWEN_1_5B, 1, False), (QWEN_1_5B, 2, True)])
+def test_queries_are_padded_only_where_a_copy_cannot_fill_up_itself(model, heads, padded):
+    """Whole eights of query heads need no padding, and fewer than eight get it from the copy; a pad is a launch of its own."""
+    text = lowered(model, 16, 8, config=Config(heads, 64 // heads, 2))
+    assert ("stablehlo.pad" in text) is padded
