@@ -168,6 +168,8 @@ class Timeline:
     def _enter(self, segment: Segment, now_ns: int) -> None:
         self._leave(now_ns)
         self._segment = segment
+        if self.marks[-1][1] == now_ns:
+            self.marks.pop()  # it took no time
         self.marks.append((segment, now_ns))
 
     def _leave(self, now_ns: int) -> None:

@@ -19,7 +19,8 @@ import pytest
 from fakes_engine import FakeLLM
 
 from llmjax.engine.config import EngineConfig
-from llmjax.errors import ConfigError, StoreError
+from llmjax.engine.outputs import RequestOutput
+from llmjax.errors import ConfigError, QueueFullError, StoreError
 from llmjax.pipeline import batch_input
 from llmjax.pipeline.batch_runner import BatchReport, run_batch
 
@@ -221,6 +222,50 @@ def test_a_request_the_engine_gives_up_is_a_server_error(tmp_path: Path) -> None
 
 
 # -- the engine's side
+
+
+def test_a_full_queue_fails_no_line_and_loses_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of several prompts too: what ends while a later prompt waits for room belongs to its line."""
+    llm = FakeLLM()
+    add, refused = llm.engine._add, []
+
+    def bounded(*args: Any) -> str:
+        if len(llm.engine._live) >= 2:
+            refused.append(args)
+            raise QueueFullError("2 requests wait in lane 'short', as many as may: try again later", "short")
+        return add(*args)
+
+    monkeypatch.setattr(llm.engine, "_add", bounded)
+    body = {"prompt": ["ab", "cde", "f", "ghij"], "max_tokens": 2}
+    lines: list[str | bytes] = [openai_line("many", body), *(openai_line(f"l{i}") for i in range(5))]
+    out, report = batch(tmp_path, lines, llm)
+    assert refused
+    assert (report.answered, report.failed) == (6, 0)
+    many = next(record for record in out if record["custom_id"] == "many")
+    assert [choice["text"] for choice in many["response"]["body"]["choices"]] == ["ab", "cd", "ff", "gh"]
+    wrong = {"prompt": ["ab", "cd", "ef", [300]], "max_tokens": 2}
+    out, report = batch(tmp_path, [openai_line("wrong", wrong), openai_line("fine")], llm, resume="replace")
+    assert {record["custom_id"]: record["error"] is None for record in out} == {"wrong": False, "fine": True}
+    assert not llm.engine.has_unfinished
+
+
+def test_a_line_that_waited_too_long_is_a_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = FakeLLM(fail_on="late")
+    step = llm.engine.step
+
+    def timing_out() -> list[RequestOutput]:
+        outputs = step()
+        for choice in (choice for output in outputs for choice in output.outputs if choice.finish_reason == "error"):
+            choice.finish_reason, choice.error = "timeout", "the request waited longer than 5 s"
+        return outputs
+
+    monkeypatch.setattr(llm.engine, "step", timing_out)
+    late = {"prompt": "too late", "max_tokens": 2}
+    out, report = batch(tmp_path, [openai_line("a", late), openai_line("b")], llm)
+    failed = next(record for record in out if record["custom_id"] == "a")
+    assert (report.answered, report.failed) == (1, 1)
+    assert failed["response"]["status_code"] == 503
+    assert failed["error"]["code"] == "queue_timeout"
 
 
 def test_the_engine_holds_a_bounded_number_of_choices(tmp_path: Path) -> None:

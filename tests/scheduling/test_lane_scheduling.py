@@ -156,7 +156,7 @@ def test_a_burst_of_ten_times_the_pool_drains_without_thrash():
     rng = random.Random(5)
     sim = simulation(num_pages=33, max_sequences=16, max_tokens_per_step=256, prefill_chunk=256)
     held = 0
-    for i in range(100):
+    for i in range(70):
         prompt, limit = rng.choice([(10, 30), (10, 30), (150, 100)])
         sim.add(make_request(f"r{i}", prompt, limit, seed=7 * i))
         held += prompt + limit
@@ -230,6 +230,40 @@ def churn(requests, *, lanes, seed):
     assert loop.pool.num_free == loop.pool.capacity
     assert sum(reasons.values()) == requests
     return reasons, most
+
+
+def behind_documents(lanes, num_pages):
+    """60 documents of 3000 tokens at once, then a short request every third launch; times in launches.
+
+    Returns how long each short request waited for its first token, and when the last document had ended.
+    """
+    config = EngineConfig(max_sequences=32, max_tokens_per_step=2048, prefill_chunk=1024, decode_steps=1, lanes=lanes)
+    loop = Loop(config, num_pages)
+    documents = {loop.add(3000, 16).request_id for _ in range(60)}
+    arrived, waits, launches, last_document = {}, [], 0, 0
+    while loop.scheduler.has_unfinished:
+        if launches % 3 == 2 and launches < 150:
+            arrived[loop.add(100, 8).request_id] = launches
+        launches += 1
+        loop.now += 0.07
+        for update in loop.step():
+            name = update.request.request_id
+            if update.tokens and name in arrived:
+                waits.append(launches - arrived.pop(name))
+            if update.finished and name in documents:
+                last_document = launches
+    assert len(waits) == 50
+    return waits, last_document
+
+
+@pytest.mark.parametrize("num_pages", [10_000, 1500], ids=["rows are scarce", "pages are scarce"])
+def test_short_requests_behind_a_burst_of_documents(num_pages):
+    """Unloaded, a first token is read two launches after its request came; the documents take no more than a ninth longer."""
+    waits, last = behind_documents(two_lanes(640), num_pages)
+    fifo_waits, fifo_last = behind_documents((LaneConfig(name="all"),), num_pages)
+    assert max(waits) <= 2 + 2
+    assert max(fifo_waits) > 40
+    assert last <= fifo_last / 0.9
 
 
 LIMITS = (

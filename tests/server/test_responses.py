@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
-from llmjax.errors import ContextLengthError, LlmjaxError, RequestError
+from llmjax.errors import ContextLengthError, LlmjaxError, QueueFullError, QueueTimeoutError, RequestError
 from llmjax.server.protocol import ApiRequest, parse_request
-from llmjax.server.responses import error_body, response_body
+from llmjax.server.responses import error_body, error_status, response_body
 
 
 def answer(request: ApiRequest, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -177,3 +177,13 @@ def test_prompt_logprobs_are_given_when_asked_for_by_name() -> None:
 )
 def test_error_objects(error: LlmjaxError, kind: str, param: str | None, code: str) -> None:
     assert error_body(error) == {"error": {"message": "m", "type": kind, "param": param, "code": code}}
+
+
+def test_the_status_of_an_error() -> None:
+    errors = (RequestError("m"), ContextLengthError("m"), QueueFullError("m", "short"), QueueTimeoutError("m"), LlmjaxError("m"))
+    assert [error_status(error) for error in errors] == [400, 400, 429, 503, 500]
+    bodies = [error_body(error)["error"] for error in errors[2:4]]
+    assert [(body["type"], body["code"]) for body in bodies] == [
+        ("rate_limit_error", "queue_full"),
+        ("server_error", "queue_timeout"),
+    ]
