@@ -108,7 +108,7 @@ def test_explain(key: str, kind: str, default: str) -> None:
 
 
 def test_explain_of_sections_lists_their_keys() -> None:
-    assert [name for name, _ in explain("engine.kv_cache").children] == ["page_size", "memory", "fraction"]
+    assert [name for name, _ in explain("engine.kv_cache").children] == ["page_size", "memory", "fraction", "prefix_cache"]
     assert "uses" in explain("model").text()
 
 
