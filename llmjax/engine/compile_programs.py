@@ -1,0 +1,224 @@
+"""The step programs of an engine: which there are, and how each is lowered and compiled, from shapes alone.
+
+Owns the list of programs and the order of the work: what the store has is loaded, everything else is lowered (in other
+processes where there are some) and compiled, side by side. Must not know requests, and holds no array: a model whose weights
+are still being read can be compiled for.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from llmjax.engine.compile_pool import Exported, LoweringFailed, LoweringPool
+from llmjax.engine.compile_store import ProgramStore
+from llmjax.engine.config import ResolvedConfig
+from llmjax.engine.state import ROWS_A_RESET, init_state, reset_rows, reset_width
+from llmjax.engine.step import decode_layout, decode_steps, extend_layout, extend_step
+from llmjax.model.kv_cache import init_cache
+from llmjax.model.registry import DecoderConfig, Model
+from llmjax.telemetry.startup import Timeline
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, int, int]
+"""Kind ("reset", "decode" or "extend"), rows or tokens, steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program: its name in the start-up log, seconds to lower and compile it, and bytes it needs beside its arguments.
+
+    `source` tells where it came from: "store" (a start before this one), else "lowered".
+    """
+
+    name: str
+    lower_seconds: float
+    compile_seconds: float
+    temp_bytes: int
+    source: str = "lowered"
+
+    def __str__(self) -> str:
+        if self.source == "store":
+            return f"{self.name}: from the store in {self.compile_seconds:.2f} s"
+        return f"{self.name}: lowered in {self.lower_seconds:.2f} s, compiled in {self.compile_seconds:.2f} s"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Everything that the programs of an engine depend on.
+
+    Attributes:
+        config: the model's; a static argument.
+        params: its parameters as a tree of `jax.ShapeDtypeStruct`.
+        engine_config: sizes.
+        num_pages: pages a layer, the null page included.
+    """
+
+    config: DecoderConfig
+    params: Any
+    engine_config: ResolvedConfig
+    num_pages: int
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of a row at full length."""
+        return -(-self.engine_config.max_context // self.engine_config.page_size)
+
+    def identity(self, key: Key) -> str:
+        """Tells apart all programs that differ, those of other models too. Sizes that do not change a program are not in it."""
+        sizes = (self.engine_config.max_sequences, self.engine_config.page_size, self.max_pages, self.num_pages)
+        return repr((key, sizes, self.config, self.params))
+
+    def state(self) -> Any:
+        """The device state's shapes."""
+        make = functools.partial(
+            init_state,
+            max_sequences=self.engine_config.max_sequences,
+            max_pages=self.max_pages,
+            vocab_size=self.config.vocab_size,
+        )
+        return jax.eval_shape(make)
+
+    def cache(self) -> Any:
+        """The cache's shapes."""
+        page_size = self.engine_config.page_size
+        return jax.eval_shape(functools.partial(init_cache, self.config, num_pages=self.num_pages, page_size=page_size))
+
+
+def abstract(params: Any) -> Any:
+    """The shapes and dtypes of a tree of arrays."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+
+
+def wanted(engine_config: ResolvedConfig) -> list[Key]:
+    """The programs of an engine, in the order in which they are warmed up."""
+    keys: list[Key] = [("reset", ROWS_A_RESET, 1)]
+    keys += [("decode", rows, steps) for rows in engine_config.row_buckets for steps in engine_config.step_counts]
+    return keys + [("extend", tokens, 1) for tokens in engine_config.token_buckets]
+
+
+def name(key: Key) -> str:
+    """A program's name in the log: "decode 8 rows x 4 steps"."""
+    kind, size, steps = key
+    unit = {"reset": "rows", "decode": "rows", "extend": "tokens"}[kind]
+    return f"{kind} {size} {unit}" + (f" x {steps} steps" if steps > 1 else "")
+
+
+def step_function(key: Key, model: Model, shapes: Shapes) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+    """The function of a program, the shapes of its arguments, and the numbers of those that are donated."""
+    step: Any
+    kind, size, steps = key
+    page_size = shapes.engine_config.page_size
+    state = shapes.state()
+    if kind == "reset":
+        packed = jax.ShapeDtypeStruct((ROWS_A_RESET, reset_width(shapes.max_pages)), np.int32)
+        return reset_rows, (state, packed), (0,)
+    if kind == "decode":
+        width = decode_layout(rows=size, num_steps=steps, page_size=page_size).width
+        step = functools.partial(decode_steps, model=model, config=shapes.config, rows=size, num_steps=steps)
+    else:
+        rows = min(size, shapes.engine_config.max_sequences)
+        width = extend_layout(tokens=size, rows=rows, page_size=page_size).width
+        step = functools.partial(extend_step, model=model, config=shapes.config, tokens=size, rows=rows)
+    step.__name__ = kind  # the program's name in profiles
+    return step, (shapes.params, state, jax.ShapeDtypeStruct((width,), np.int32), shapes.cache()), (1, 3)
+
+
+def lower(key: Key, model: Model, shapes: Shapes) -> jax.stages.Lowered:
+    """A program, traced and lowered here, for the default device."""
+    step, arguments, donated = step_function(key, model, shapes)
+    return jax.jit(step, donate_argnums=donated).lower(*arguments)
+
+
+def compile_programs(
+    model: Model,
+    shapes: Shapes,
+    *,
+    timeline: Timeline,
+    store: ProgramStore | None = None,
+    start_pool: Callable[[], LoweringPool | None] = lambda: None,
+) -> tuple[dict[Key, Any], list[Program]]:
+    """Every program of the engine, ready to run: executables by key, and what to tell of them.
+
+    Args:
+        store: where earlier starts left theirs; new ones are added.
+        start_pool: gives processes that lower; called only if there is anything to lower. Without any, and for what they cannot
+            lower, it is done in this process.
+    """
+    keys = wanted(shapes.engine_config)
+    made: dict[Key, tuple[Any, Program]] = {}
+    with concurrent.futures.ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1), thread_name_prefix="compile") as threads:
+        if store is not None:
+            with timeline.phase("load programs"):
+                loads = {key: threads.submit(_load, store, key, shapes) for key in keys}
+                made |= {key: result for key, load in loads.items() if (result := load.result()) is not None}
+        missing = [key for key in keys if key not in made]
+        pool = start_pool() if missing else None
+        if pool is not None:
+            submitted = {key: pool.submit(key, shapes) for key in missing}
+            compiling = {key: threads.submit(_build, key, model, shapes, timeline, future) for key, future in submitted.items()}
+        else:
+            compiling = {}
+            # Tracing holds the interpreter lock, so lower one after the other; XLA compiles outside it, in parallel.
+            for key in missing:
+                start = time.perf_counter()
+                lowered = lower(key, model, shapes)
+                timeline.add("lower", start, end := time.perf_counter())
+                compiling[key] = threads.submit(_compile, key, lowered, end - start, timeline)
+        for key, future in compiling.items():
+            made[key] = future.result()
+            if store is not None:
+                store.save(shapes.identity(key), made[key][0])
+    programs = [made[key][1] for key in keys]
+    for program in programs:
+        log.info("program %s", program)
+    return {key: made[key][0] for key in keys}, programs
+
+
+_Made = tuple[Any, Program]
+
+
+def _load(store: ProgramStore, key: Key, shapes: Shapes) -> _Made | None:
+    started = time.perf_counter()
+    executable = store.load(shapes.identity(key))
+    if executable is None:
+        return None
+    return executable, Program(name(key), 0.0, time.perf_counter() - started, temp_bytes(executable), "store")
+
+
+def _build(key: Key, model: Model, shapes: Shapes, timeline: Timeline, exported: concurrent.futures.Future[Exported]) -> _Made:
+    """Compile what another process lowers; lower it here when that failed."""
+    start = time.perf_counter()
+    try:
+        lowered = exported.result().lowered(*step_function(key, model, shapes)[1:])
+    except LoweringFailed as error:
+        log.warning("program %s is lowered again in this process: %s", name(key), error)
+        lowered = lower(key, model, shapes)
+    timeline.add("lower", start, end := time.perf_counter())
+    return _compile(key, lowered, end - start, timeline)
+
+
+def _compile(key: Key, lowered: jax.stages.Lowered, lower_seconds: float, timeline: Timeline) -> _Made:
+    start = time.perf_counter()
+    executable = lowered.compile()
+    timeline.add("compile", start, end := time.perf_counter())
+    return executable, Program(name(key), lower_seconds, end - start, temp_bytes(executable))
+
+
+def temp_bytes(executable: Any) -> int:
+    """Bytes an executable says it needs beside its arguments: temporaries, and outputs that take no donated argument's place. 0
+    where it does not say."""
+    memory = executable.memory_analysis()
+    if memory is None:
+        return 0
+    return int(memory.temp_size_in_bytes + max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0))
