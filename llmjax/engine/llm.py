@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmjax.engine.backend import use_compile_cache
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.engine import Engine
 from llmjax.engine.outputs import RequestOutput
@@ -66,6 +67,8 @@ class LLM:
             raise ConfigError("LLM(params=…) and config=… belong together")
         engine_config = _engine_config(engine_config, options)
         eos_ids: tuple[int, ...] = ()
+        if engine_config.compile_cache is not None:
+            use_compile_cache(engine_config.compile_cache)  # before loading, which compiles too
         if params is None:
             loaded = (
                 model

@@ -88,6 +88,29 @@ class MemoryPlan:
         """All of it but the reserve: the peak to be expected."""
         return self.in_use + self.weights + self.state + (self.temporaries or 0) + self.pool
 
+    @property
+    def held(self) -> int:
+        """What is on the device between launches, that of others included."""
+        return self.total - (self.temporaries or 0)
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The plan as lines of two columns, for people."""
+        known = {"probe": "reckoned from compiled programs of 2 and 3 layers", "compiled": "of the compiled programs", "": ""}
+        notes = {
+            "temporaries": known[self.temporaries_from],
+            "weights": "of their shapes",
+            "reserve": "an estimate: code, graphs",
+        }
+        lines = [(name, f"{_mib(size)} {notes.get(name, '')}".rstrip()) for name, size in self.parts().items()]
+        if self.temporaries is None:
+            lines.append(("temporaries", "not asked: the pool does not depend on them here"))
+        lines.append(("page", f"{self.page_bytes / 2**10:,.1f} KiB over all layers, {self.page_size} tokens"))
+        lines.append(("pages", f"{self.num_pages - 1:,} and the null page"))
+        lines.append(("tokens", f"{self.tokens:,}"))
+        lines.append(("rows", f"{self.max_sequences:,}, {self.full_rows:,.1f} of them at {self.max_context:,} tokens"))
+        limit = "not told by the device" if self.limit is None else _mib(self.limit)
+        return [*lines, ("in all", f"{_mib(self.total + self.reserve)} of {limit}")]
+
     def with_programs(self, temporaries: int) -> MemoryPlan:
         """The same with what the engine's compiled programs need. Raises `OutOfMemoryError` when it is more than there is."""
         plan = dataclasses.replace(self, temporaries=temporaries, temporaries_from="compiled")

@@ -26,9 +26,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     seen: list[tuple[str, Any]] = []
 
     class FakeLLM:
-        def __init__(self, model: Any, *, engine_config: EngineConfig, tokenizer: Any = None) -> None:
+        def __init__(self, model: Any, *, engine_config: EngineConfig, tokenizer: Any = None, startup: Any) -> None:
             seen.append(("LLM", (model, engine_config, tokenizer)))
-            self.engine = types.SimpleNamespace(stats=types.SimpleNamespace(num_pages=7), config=engine_config)
+            stats = types.SimpleNamespace(num_pages=7)
+            self.engine = types.SimpleNamespace(stats=stats, config=engine_config, startup=startup)
 
     class FakeTokenizer:
         def __init__(self, path: str) -> None:
@@ -45,7 +46,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         "llmjax.engine.llm": {"LLM": FakeLLM},
         "llmjax.model.checkpoint.load": {"load_model": load_model},
         "llmjax.engine.tokenizer": {"load_tokenizer": FakeTokenizer},
-        "llmjax.engine.backend": {"configure_backend": lambda **options: seen.append(("configure_backend", options))},
+        "llmjax.engine.backend": {
+            "configure_backend": lambda **options: seen.append(("configure_backend", options)),
+            "is_gpu": lambda: False,
+            "use_compile_cache": lambda folder: None,
+        },
     }
     for name, content in fakes.items():
         module = types.ModuleType(name)
@@ -88,7 +93,8 @@ def test_the_engine_stage_builds_what_the_file_says(write: Write, calls: list[tu
         seed=5,
         compile_cache=str(tmp_path / "cwd/.llmjax/compile_cache"),
     )
-    assert result.stage("engine").summary == {"pages": 7, "page size": 32}
+    assert list(result.stage("engine").summary) == ["pages", "page size", "import s", "device s"]
+    assert (result.stage("engine").summary["pages"], result.stage("engine").summary["page size"]) == (7, 32)
 
 
 def test_the_defaults_of_the_file_are_those_of_the_engine(write: Write) -> None:
