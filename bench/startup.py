@@ -4,8 +4,8 @@
     python -m bench.startup --preset tiny --platform cpu
 
 A row a start: `ready_seconds` from the start of the process to the first step it could take, `import_seconds` and
-`device_seconds` (JAX and the device) of it, then the engine's own phases, which run beside each other: each has its first second and
-its last. `planned_mib` and `peak_mib` are the memory plan without its reserve, and the device's peak.
+`device_seconds` of it, then the engine's own phases, which run beside each other: each has its first second and its last.
+`planned_mib` and `peak_mib` are the memory plan without its reserve, and the device's peak.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from bench.rows import Rows
