@@ -7,7 +7,6 @@ What they do is `compile_worker`'s. They are started as plain interpreters: a sc
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import multiprocessing
 import queue
 import subprocess
@@ -16,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
+import jax.export
 
 from llmjax.engine.compile_worker import TRACING_SETTINGS, Target
 
@@ -27,23 +27,6 @@ _CODE = "import sys; sys.path[:] = {path!r}; from llmjax.engine.compile_worker i
 
 class LoweringFailed(Exception):
     """Another process could not lower a program. The message says why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Exported:
-    """A program lowered by another process, and the seconds that took there."""
-
-    exported: Any
-    seconds: float
-
-    def lowered(self, arguments: tuple[Any, ...], donated: tuple[int, ...]) -> jax.stages.Lowered:
-        """The same as if it had been lowered here."""
-
-        def call(*args: Any) -> Any:
-            return self.exported.call(*args)
-
-        call.__name__ = self.exported.fun_name  # the program's name in profiles
-        return jax.jit(call, donate_argnums=donated).lower(*arguments)
 
 
 class LoweringPool:
@@ -72,11 +55,11 @@ class LoweringPool:
             self._pipes.append(ours)
             self._idle.put(ours)
 
-    def submit(self, key: Any, shapes: Any) -> concurrent.futures.Future[Exported]:
+    def submit(self, key: Any, shapes: Any) -> concurrent.futures.Future[jax.export.Exported]:
         """Lower the program `key` of `shapes`. The future raises `LoweringFailed`."""
         return self._threads.submit(self._ask, key, shapes)
 
-    def _ask(self, key: Any, shapes: Any) -> Exported:
+    def _ask(self, key: Any, shapes: Any) -> jax.export.Exported:
         pipe = self._idle.get()
         try:
             pipe.send((key, shapes))
@@ -87,7 +70,8 @@ class LoweringPool:
             self._idle.put(pipe)
         if isinstance(answer, str):
             raise LoweringFailed(answer.splitlines()[0])
-        return Exported(*answer)
+        exported: jax.export.Exported = answer
+        return exported
 
     def close(self) -> None:
         """End the processes; whatever they are at is given up."""

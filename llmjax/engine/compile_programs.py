@@ -1,8 +1,8 @@
 """The step programs of an engine: which there are, and how each is lowered and compiled, from shapes alone.
 
-Owns the list of programs and the order of the work: what the store has is loaded, everything else is lowered (in other
-processes where there are some) and compiled, side by side. Must not know requests, and holds no array: a model whose weights
-are still being read can be compiled for.
+Owns the list of programs and the order of the work: what the store has is taken from it, everything else is lowered (in other
+processes where there are some), and all are compiled side by side. Must not know requests, and holds no array: a model can be
+compiled for while its weights are read.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import numpy as np
 
-from llmjax.engine.compile_pool import Exported, LoweringFailed, LoweringPool
+from llmjax.engine.compile_counter import CompileCounter
+from llmjax.engine.compile_pool import LoweringFailed, LoweringPool
 from llmjax.engine.compile_store import ProgramStore
 from llmjax.engine.config import ResolvedConfig
 from llmjax.engine.state import ROWS_A_RESET, init_state, reset_rows, reset_width
@@ -38,7 +40,8 @@ Key = tuple[str, int, int]
 class Program:
     """A compiled program: its name in the start-up log, seconds to lower and compile it, and bytes it needs beside its arguments.
 
-    `source` tells where it came from: "store" (a start before this one), else "lowered".
+    `source` tells where it came from: "store" (lowered by a start before this one), else "lowered". JAX's cache may have spared
+    compiling it either way.
     """
 
     name: str
@@ -48,9 +51,8 @@ class Program:
     source: str = "lowered"
 
     def __str__(self) -> str:
-        if self.source == "store":
-            return f"{self.name}: from the store in {self.compile_seconds:.2f} s"
-        return f"{self.name}: lowered in {self.lower_seconds:.2f} s, compiled in {self.compile_seconds:.2f} s"
+        lowered = "from the store" if self.source == "store" else f"lowered in {self.lower_seconds:.2f} s"
+        return f"{self.name}: {lowered}, compiled in {self.compile_seconds:.2f} s"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +142,34 @@ def lower(key: Key, model: Model, shapes: Shapes) -> jax.stages.Lowered:
     return jax.jit(step, donate_argnums=donated).lower(*arguments)
 
 
+def export(key: Key, model: Model, shapes: Shapes, platform: str) -> jax.export.Exported:
+    """A program, traced and lowered for "cuda" or "cpu", in a form that can be pickled: for a store, or another process.
+
+    On "cuda" for the device of the abstract mesh in force, else the default device.
+    """
+    step, arguments, donated = step_function(key, model, shapes)
+    kernels = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")  # the same JAX compiles it, so it need not be stable
+    jitted = jax.jit(step, donate_argnums=donated)
+    exported = jax.export.export(jitted, platforms=(platform,), disabled_checks=(kernels,))(*arguments)
+    return dataclasses.replace(exported, _get_vjp=None)  # a closure, which cannot be pickled
+
+
+def lower_exported(exported: jax.export.Exported, key: Key, model: Model, shapes: Shapes) -> jax.stages.Lowered:
+    """What `lower` gives, from what `export` gave; a hundredth of the time."""
+    _, arguments, donated = step_function(key, model, shapes)
+
+    def call(*args: Any) -> Any:
+        return exported.call(*args)
+
+    call.__name__ = key[0]  # the program's name in profiles
+    return jax.jit(call, donate_argnums=donated).lower(*arguments)
+
+
+def platform() -> str:
+    """The default device's platform, as `export` wants it."""
+    return "cuda" if jax.devices()[0].platform == "gpu" else "cpu"
+
+
 def compile_programs(
     model: Model,
     shapes: Shapes,
@@ -151,68 +181,65 @@ def compile_programs(
     """Every program of the engine, ready to run: executables by key, and what to tell of them.
 
     Args:
-        store: where earlier starts left theirs; new ones are added.
+        store: where earlier starts left what they lowered; new ones are added. Executables are JAX's own cache's.
         start_pool: gives processes that lower; called only if there is anything to lower. Without any, and for what they cannot
             lower, it is done in this process.
     """
-    keys = wanted(shapes.engine_config)
-    made: dict[Key, tuple[Any, Program]] = {}
-    with concurrent.futures.ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1), thread_name_prefix="compile") as threads:
+    keys, counter = wanted(shapes.engine_config), CompileCounter()
+    threads = concurrent.futures.ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1), thread_name_prefix="compile")
+    with threads:
+        compiling: dict[Key, concurrent.futures.Future[tuple[Any, Program]]] = {}
         if store is not None:
             with timeline.phase("load programs"):
-                loads = {key: threads.submit(_load, store, key, shapes) for key in keys}
-                made |= {key: result for key, load in loads.items() if (result := load.result()) is not None}
-        missing = [key for key in keys if key not in made]
+                for key in keys:
+                    if (stored := store.load(shapes.identity(key))) is not None:
+                        lowered = lower_exported(stored, key, model, shapes)
+                        compiling[key] = threads.submit(_compile, key, lowered, 0.0, "store", timeline)
+        missing = [key for key in keys if key not in compiling]
         pool = start_pool() if missing else None
-        if pool is not None:
-            submitted = {key: pool.submit(key, shapes) for key in missing}
-            compiling = {key: threads.submit(_build, key, model, shapes, timeline, future) for key, future in submitted.items()}
-        else:
-            compiling = {}
+        waiting = {} if pool is None else {key: pool.submit(key, shapes) for key in missing}
+        for key in missing:
             # Tracing holds the interpreter lock, so lower one after the other; XLA compiles outside it, in parallel.
-            for key in missing:
-                start = time.perf_counter()
-                lowered = lower(key, model, shapes)
-                timeline.add("lower", start, end := time.perf_counter())
-                compiling[key] = threads.submit(_compile, key, lowered, end - start, timeline)
-        for key, future in compiling.items():
-            made[key] = future.result()
-            if store is not None:
-                store.save(shapes.identity(key), made[key][0])
-    programs = [made[key][1] for key in keys]
+            start = time.perf_counter()
+            lowered = _lower_and_store(key, model, shapes, waiting.get(key), store)
+            timeline.add("lower", start, end := time.perf_counter())
+            compiling[key] = threads.submit(_compile, key, lowered, end - start, "lowered", timeline)
+        made = {key: compiling[key].result() for key in keys}
+    programs = [program for _, program in made.values()]
+    log.info("%d programs compiled, %d of them by JAX's cache", counter.count, counter.hits)
     for program in programs:
         log.info("program %s", program)
-    return {key: made[key][0] for key in keys}, programs
+    return {key: executable for key, (executable, _) in made.items()}, programs
 
 
-_Made = tuple[Any, Program]
+def _lower_and_store(
+    key: Key,
+    model: Model,
+    shapes: Shapes,
+    elsewhere: concurrent.futures.Future[jax.export.Exported] | None,
+    store: ProgramStore | None,
+) -> jax.stages.Lowered:
+    """Take what another process lowers (`elsewhere`), or lower here. Without a store and another process nothing is exported."""
+    exported = None
+    if elsewhere is not None:
+        try:
+            exported = elsewhere.result()
+        except LoweringFailed as error:
+            log.warning("program %s is lowered again in this process: %s", name(key), error)
+    elif store is not None:
+        exported = export(key, model, shapes, platform())
+    if exported is None:
+        return lower(key, model, shapes)
+    if store is not None:
+        store.save(shapes.identity(key), exported)
+    return lower_exported(exported, key, model, shapes)
 
 
-def _load(store: ProgramStore, key: Key, shapes: Shapes) -> _Made | None:
-    started = time.perf_counter()
-    executable = store.load(shapes.identity(key))
-    if executable is None:
-        return None
-    return executable, Program(name(key), 0.0, time.perf_counter() - started, temp_bytes(executable), "store")
-
-
-def _build(key: Key, model: Model, shapes: Shapes, timeline: Timeline, exported: concurrent.futures.Future[Exported]) -> _Made:
-    """Compile what another process lowers; lower it here when that failed."""
-    start = time.perf_counter()
-    try:
-        lowered = exported.result().lowered(*step_function(key, model, shapes)[1:])
-    except LoweringFailed as error:
-        log.warning("program %s is lowered again in this process: %s", name(key), error)
-        lowered = lower(key, model, shapes)
-    timeline.add("lower", start, end := time.perf_counter())
-    return _compile(key, lowered, end - start, timeline)
-
-
-def _compile(key: Key, lowered: jax.stages.Lowered, lower_seconds: float, timeline: Timeline) -> _Made:
+def _compile(key: Key, lowered: jax.stages.Lowered, lower_seconds: float, source: str, timeline: Timeline) -> tuple[Any, Program]:
     start = time.perf_counter()
     executable = lowered.compile()
     timeline.add("compile", start, end := time.perf_counter())
-    return executable, Program(name(key), lower_seconds, end - start, temp_bytes(executable))
+    return executable, Program(name(key), lower_seconds, end - start, temp_bytes(executable), source)
 
 
 def temp_bytes(executable: Any) -> int:

@@ -1,13 +1,14 @@
-"""Compiled programs kept in a folder between starts, so that a start traces, lowers and compiles nothing it has done before.
+"""Lowered programs kept in a folder between starts, so that a start traces and lowers nothing it has done before.
 
 Owns the files and the question whether one may be used: its name is a digest of everything a program depends on, this code and
-the versions of what compiles it included. Replicas that start at once may share the folder: a file is complete or absent, and a
-damaged one is as good as absent. A program is machine code, and loading one runs it: whoever can write to the folder can run
-code as its user.
+the versions of what traces it included. What it is compiled to is kept by JAX's own cache, beside it. Replicas that start at once
+may share the folder: a file is complete or absent, and a damaged one is as good as absent. Programs are pickled and are run:
+whoever can write to the folder can run code as its user.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -21,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import serialize_executable
+import jax.export
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 4 * 2**30
+MAX_BYTES = 2**30  # about 400 KB a program
 _VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flax", "numpy")
 _ENVIRONMENT = ("XLA_FLAGS", "NVIDIA_TF32_OVERRIDE")  # read by XLA itself, unseen by JAX's settings
+_KINDS = (".program", ".fact")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -41,33 +43,25 @@ class ProgramStore:
         self._folder = Path(folder)
         self._surroundings = _surroundings()
 
-    def load(self, identity: str) -> Any | None:
-        """The `jax.stages.Compiled` that was saved under `identity`; None when there is none that can be used here."""
+    def load(self, identity: str) -> jax.export.Exported | None:
+        """The program that was saved under `identity`; None when there is none that can be used here."""
         path = self._path(identity, "program")
         content = self._read(path)
         if content is None:
             return None
         try:
-            payload, in_tree, out_tree = pickle.loads(content)
-            device = jax.devices()[0]
-            executable = serialize_executable.deserialize_and_load(
-                payload, in_tree, out_tree, backend=device.client, execution_devices=[device]
-            )
-        except Exception as error:  # whatever the compiler's own format may raise
+            exported: jax.export.Exported = pickle.loads(content)
+        except Exception as error:  # whatever unpickling may raise
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             log.warning("stored program %s cannot be loaded and is made again: %s", path.name, reason)
             return None
-        self._touch(path)
-        return executable
+        with contextlib.suppress(OSError):  # a folder that is only read
+            os.utime(path)
+        return exported
 
-    def save(self, identity: str, executable: Any) -> None:
-        """Keep an executable."""
-        try:
-            content = pickle.dumps(serialize_executable.serialize(executable))
-        except Exception as error:  # not every backend can
-            log.warning("a program cannot be stored: %s", (str(error).splitlines() or [type(error).__name__])[0])
-            return
-        self._write(self._path(identity, "program"), content)
+    def save(self, identity: str, exported: jax.export.Exported) -> None:
+        """Keep a program, as `compile_programs.export` makes it."""
+        self._write(self._path(identity, "program"), pickle.dumps(exported))
 
     def recall(self, identity: str) -> Any | None:
         """The fact that was noted under `identity`, or None."""
@@ -108,15 +102,10 @@ class ProgramStore:
         except OSError as error:
             log.info("compile cache %s keeps nothing new: %s", self._folder, error.strerror or error)
 
-    def _touch(self, path: Path) -> None:
-        try:
-            os.utime(path)
-        except OSError:  # a folder that is only read
-            return
-
     def _forget_oldest(self) -> None:
         """Code and shapes change; what was not used for longest makes room."""
-        entries = sorted(((path.stat(), path) for path in self._folder.iterdir()), key=lambda entry: entry[0].st_mtime)
+        paths = [path for path in self._folder.iterdir() if path.suffix in _KINDS]  # the folder is JAX's as well
+        entries = sorted(((path.stat(), path) for path in paths), key=lambda entry: entry[0].st_mtime)
         size = sum(stat.st_size for stat, _ in entries)
         for stat, path in entries:
             if size <= MAX_BYTES:

@@ -1,14 +1,13 @@
 """A process that traces and lowers programs for another one's device. It holds no device itself.
 
 Tracing and lowering hold the interpreter lock, so an engine's programs are lowered in several processes (`compile_pool`). The
-device is described by an abstract mesh; what comes back is StableHLO. Trusts whoever started it.
+device is described by an abstract mesh; what goes back is StableHLO. Trusts whoever started it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -41,8 +40,7 @@ class Target:
 def serve(handle: int) -> None:
     """Answer the tasks that come through the pipe with this file descriptor, until it is closed.
 
-    First a `Target`, then (key, shapes) pairs; each is answered by (`jax.export.Exported`, seconds), or by a text that says
-    what went wrong.
+    First a `Target`, then (key, shapes) pairs; each is answered by a `jax.export.Exported`, or by a text that says what is wrong.
     """
     with Connection(handle) as pipe, contextlib.suppress(EOFError, KeyboardInterrupt, OSError):
         target: Target = pipe.recv()
@@ -56,28 +54,21 @@ def serve(handle: int) -> None:
         while True:
             key, shapes = pipe.recv()
             try:
-                started = time.perf_counter()
-                answer: Any = export(key, shapes, target), time.perf_counter() - started
+                answer: Any = _export(key, shapes, target)
             except Exception as error:  # told to the other side, which lowers by itself
                 answer = f"{type(error).__name__}: {error}"
             pipe.send(answer)
 
 
-def export(key: Any, shapes: Any, target: Target) -> Any:
-    """The program of `compile_programs.step_function`, lowered for `target`: a `jax.export.Exported` that can be pickled."""
-    import jax.export
+def _export(key: Any, shapes: Any, target: Target) -> Any:
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-    from llmjax.engine.compile_programs import step_function
+    from llmjax.engine.compile_programs import export
     from llmjax.model.registry import get_model
 
-    step, arguments, donated = step_function(key, get_model(shapes.config.family), shapes)
-    mesh: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if target.platform != "cpu":  # without axes: what is lowered says nothing of shardings
-        device = AbstractDevice(device_kind=target.device_kind, platform="gpu", num_cores=target.num_cores)
-        mesh = use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
-    kernels = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")  # compiled by the same JAX, so it need not be stable
-    with mesh:
-        jitted = jax.jit(step, donate_argnums=donated)
-        exported = jax.export.export(jitted, platforms=(target.platform,), disabled_checks=(kernels,))(*arguments)
-    return dataclasses.replace(exported, _get_vjp=None)  # a closure, which cannot be pickled
+    model = get_model(shapes.config.family)
+    if target.platform == "cpu":
+        return export(key, model, shapes, target.platform)
+    device = AbstractDevice(device_kind=target.device_kind, platform="gpu", num_cores=target.num_cores)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):  # no axes: what is lowered says nothing of shardings
+        return export(key, model, shapes, target.platform)
