@@ -227,7 +227,10 @@ def _lower_and_store(
         except LoweringFailed as error:
             log.warning("program %s is lowered again in this process: %s", name(key), error)
     elif store is not None:
-        exported = export(key, model, shapes, platform())
+        try:
+            exported = export(key, model, shapes, platform())
+        except Exception as error:  # what cannot be exported may still be lowered; else that raises
+            log.warning("program %s cannot be stored: %s", name(key), (str(error).splitlines() or [type(error).__name__])[0])
     if exported is None:
         return lower(key, model, shapes)
     if store is not None:
