@@ -14,6 +14,7 @@ from llmjax.engine.config import EngineConfig
 from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
 from llmjax.errors import ContextLengthError, RequestError
 from llmjax.sampling_params import SamplingParams
+from llmjax.telemetry.startup import Timeline
 
 
 class FakeTokenizer:
@@ -44,6 +45,7 @@ class FakeEngine:
         self.config = config or EngineConfig(max_context=64, max_sequences=4)
         self.tokenizer = FakeTokenizer()
         self.stats = FakeStats()
+        self.startup = Timeline()
         self.added = 0
         self.most_choices = 0
         self._fail_on = fail_on

@@ -60,19 +60,8 @@ def _show_memory(file: str, sets: Sequence[str]) -> None:
     from llmjax.pipeline import load
     from llmjax.pipeline.memory_plan import memory_plan
 
-    rows = [
-        (
-            engine.stage,
-            engine.model,
-            f"{engine.weight_bytes / 2**20:,.1f}",
-            f"{engine.page_bytes / 2**10:,.1f}",
-            "?" if engine.pages is None else f"{engine.pages:,}",
-            "?" if engine.pages is None else f"{engine.pages * engine.page_bytes / 2**20:,.1f}",
-            "?" if engine.full_requests is None else f"{engine.full_requests:,.1f} of {engine.max_context:,} tokens",
-        )
-        for engine in memory_plan(load(file, sets=sets))
-    ]
-    table(("engine", "model", "weights MiB", "page KiB", "pages", "pages MiB", "requests at full length"), rows)
+    for engine in memory_plan(load(file, sets=sets)):
+        table((engine.stage, ""), [("model", engine.model), *engine.plan.lines()])
 
 
 def _tokenizer_facts(path: str | None) -> dict[str, Any]:

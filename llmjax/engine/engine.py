@@ -17,15 +17,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmjax.engine.backend import is_gpu, use_compile_cache
+from llmjax.engine.compile_programs import Program
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.engine_trace import EngineTrace
-from llmjax.engine.memory import plan_pages
 from llmjax.engine.memory_map import MemoryMap, live_bytes, memory_map
 from llmjax.engine.output_processor import LiveRequest
 from llmjax.engine.outputs import RequestOutput
-from llmjax.engine.runner import ModelRunner, PendingStep, Program, on_device
+from llmjax.engine.runner import PendingStep
 from llmjax.engine.sample import MAX_STOPS
-from llmjax.engine.self_check import check_finite
+from llmjax.engine.startup import start_runner
 from llmjax.engine.tokenizer import Tokenizer
 from llmjax.errors import ContextLengthError, EngineError, QueueFullError, RequestError
 from llmjax.model.registry import DecoderConfig, get_model
@@ -34,6 +34,7 @@ from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.request import Request, ScheduledBatch, StepOutput
 from llmjax.scheduling.scheduler import Scheduler
 from llmjax.telemetry.metrics import EngineMetrics
+from llmjax.telemetry.startup import Timeline as StartupTimeline
 from llmjax.telemetry.timings import Timeline
 
 log = logging.getLogger(__name__)
@@ -72,10 +73,16 @@ class Engine:
 
     Args:
         config: the model's config; `config.family` chooses its functions in the registry.
-        params: parameter pytree on the device; held, not copied.
+        params: parameter pytree on the device; held, not copied. Or `PendingParams`, which are being loaded: compiling goes on
+            beside it.
         tokenizer: None serves token ids only.
         engine_config: sizes and policies.
         eos_ids: ids that end an output, besides the tokenizer's own.
+        startup: the timeline of a start that began earlier.
+
+    Attributes:
+        startup: the phases of its start.
+        memory: where the device's memory went.
 
     `metrics` counts finished requests. Set `trace` to have launches and requests written to a trace file.
 
@@ -90,20 +97,21 @@ class Engine:
         engine_config: EngineConfig,
         *,
         eos_ids: Sequence[int] = (),
+        startup: StartupTimeline | None = None,
     ) -> None:
-        started = time.perf_counter()
+        self.startup = startup if startup is not None else StartupTimeline()
         if engine_config.compile_cache is not None:
             use_compile_cache(engine_config.compile_cache)
         self.tokenizer = tokenizer
         self.model_config = _mask_padding_ids(config, tokenizer)
         self.config = engine_config.resolved(gpu=is_gpu(), model_max_context=config.max_positions)
         model = get_model(config.family)
-        params = on_device(params)
-        num_pages = plan_pages(model, self.model_config, params, self.config)
+        started = start_runner(model, self.model_config, params, self.config, self.startup)
+        self.runner, self.memory, self._programs = started.runner, started.memory, started.programs
+        num_pages = self.memory.num_pages
         self.eos_ids = tuple(dict.fromkeys((*eos_ids, *(tokenizer.eos_ids if tokenizer is not None else ()))))
         self.pool = PagePool(num_pages, self.config.page_size)
         self.scheduler = Scheduler(self.config, self.pool)
-        self.runner = ModelRunner(model, self.model_config, params, self.config, num_pages=num_pages)
         self.stats = EngineStats(num_pages=num_pages - 1)
         self.trace: EngineTrace | None = None
         self.metrics = EngineMetrics([lane.name for lane in self.config.lanes])
@@ -115,12 +123,11 @@ class Engine:
         self._ids = itertools.count()
         self._failed: str | None = None  # why nothing can run any more
         self._random = random.Random(self.config.seed) if self.config.seed is not None else random.SystemRandom()
-        self.runner.warm_up()
-        check_finite(self.runner, model, self.model_config, self.config)
         self._ready_bytes = live_bytes()
+        log.info("start: %s", self.startup.text())
         log.info(
             "engine ready in %.1f s: %d programs, %d pages of %d tokens, context %d, prefix cache %s",
-            time.perf_counter() - started, len(self.programs), num_pages - 1, self.config.page_size, self.config.max_context,
+            self.startup.elapsed, len(self.programs), num_pages - 1, self.config.page_size, self.config.max_context,
             "on" if self.config.prefix_cache else "off",
         )  # fmt: skip
 
@@ -382,11 +389,12 @@ class Engine:
     @property
     def programs(self) -> list[Program]:
         """Every compiled program of this engine."""
-        return self.runner.programs
+        return self._programs
 
     def memory_map(self) -> MemoryMap:
         """Where the memory is at this moment, page by page and by purpose."""
-        return memory_map(self.pool, self.scheduler.page_uses(), self.stats.launches, self.runner)
+        temp_bytes = max(program.temp_bytes for program in self.programs)
+        return memory_map(self.pool, self.scheduler.page_uses(), self.stats.launches, self.runner, temp_bytes)
 
     def find_leaks(self) -> list[str]:
         """What is held that should not be while nothing runs, one line each; nothing, unless there is a leak.

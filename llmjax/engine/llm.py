@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmjax.engine.backend import use_compile_cache
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.engine import Engine
 from llmjax.engine.outputs import RequestOutput
@@ -18,6 +19,7 @@ from llmjax.model.checkpoint.load import LoadedModel, load_model
 from llmjax.model.config import ModelConfig
 from llmjax.model.registry import DecoderConfig
 from llmjax.sampling_params import SamplingParams
+from llmjax.telemetry.startup import Timeline
 
 Prompt = str | Sequence[int]
 
@@ -35,6 +37,7 @@ class LLM:
         tokenizer: a `Tokenizer`, or a path to one; default: the one beside the weights. None with `params` or
             `random`: token ids only.
         dtype: of weights and cache; default bfloat16 on GPU, float32 on CPU.
+        startup: the timeline of a start that began earlier.
         engine_config, options: sizes (`EngineConfig`); options are its fields, e.g. `LLM("…", max_sequences=8)`.
     """
 
@@ -49,8 +52,10 @@ class LLM:
         tokenizer: Tokenizer | str | Path | None = None,
         dtype: str | None = None,
         engine_config: EngineConfig | None = None,
+        startup: Timeline | None = None,
         **options: Any,
     ) -> None:
+        startup = startup if startup is not None else Timeline()
         given = [
             name
             for name, value in (("model", model), ("package", package), ("random", random), ("params", params))
@@ -62,9 +67,13 @@ class LLM:
             raise ConfigError("LLM(params=…) and config=… belong together")
         engine_config = _engine_config(engine_config, options)
         eos_ids: tuple[int, ...] = ()
+        if engine_config.compile_cache is not None:
+            use_compile_cache(engine_config.compile_cache)  # before loading, which compiles too
         if params is None:
             loaded = (
-                model if isinstance(model, LoadedModel) else load_model(path=model, package=package, random=random, dtype=dtype)
+                model
+                if isinstance(model, LoadedModel)
+                else load_model(path=model, package=package, random=random, dtype=dtype, wait=False)
             )
             params, config, eos_ids = loaded.params, loaded.config, loaded.eos_token_ids
             if tokenizer is None and loaded.path is not None:
@@ -73,7 +82,7 @@ class LLM:
             tokenizer = load_tokenizer(Path(tokenizer))
         assert config is not None
         self.name = _name(model, package, config)
-        self.engine = Engine(config, params, tokenizer, engine_config, eos_ids=eos_ids)
+        self.engine = Engine(config, params, tokenizer, engine_config, eos_ids=eos_ids, startup=startup)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -62,9 +62,9 @@ class MemoryMap:
         return fields | {"pages": [page | {"owners": list(page["owners"])} for page in fields["pages"]]}
 
 
-def memory_map(pool: PagePool, pages: list[PageUse], step: int, runner: ModelRunner) -> MemoryMap:
-    """The present moment; `pages` are the scheduler's (`Scheduler.page_uses`)."""
-    device = _device_memory(runner)
+def memory_map(pool: PagePool, pages: list[PageUse], step: int, runner: ModelRunner, temp_bytes: int) -> MemoryMap:
+    """The present moment; `pages` are the scheduler's (`Scheduler.page_uses`), `temp_bytes` those of the largest program."""
+    device = _device_memory(runner, temp_bytes)
     return MemoryMap(
         step=step,
         page_size=pool.page_size,
@@ -85,14 +85,14 @@ def live_bytes() -> int:
     return sum(int(array.nbytes) for array in jax.live_arrays())
 
 
-def _device_memory(runner: ModelRunner) -> DeviceMemory:
+def _device_memory(runner: ModelRunner, temp_bytes: int) -> DeviceMemory:
     stats = jax.devices()[0].memory_stats() or {}
     params, cache, state = runner.arrays
     return DeviceMemory(
         weights=_bytes(params),
         cache=_bytes(cache),
         state=_bytes(state),
-        temporaries=max((program.temp_bytes for program in runner.programs), default=0),
+        temporaries=temp_bytes,
         in_use=stats.get("bytes_in_use"),
         limit=stats.get("bytes_limit"),
     )

@@ -6,12 +6,7 @@ scheduler's, what they mean is the engine's.
 
 from __future__ import annotations
 
-import concurrent.futures
-import dataclasses
-import functools
-import logging
-import os
-import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llmjax.engine.compile_counter import CompileCounter
+from llmjax.engine.compile_programs import Key
 from llmjax.engine.config import ResolvedConfig
 from llmjax.engine.sample import MAX_BIAS, MAX_STOPS, PROMPT_BIT, SamplingSettings
 from llmjax.engine.state import (
@@ -30,28 +26,13 @@ from llmjax.engine.state import (
     init_state,
     no_seen_tokens,
     pack_resets,
-    reset_rows,
 )
-from llmjax.engine.step import decode_layout, decode_steps, extend_layout, extend_step
+from llmjax.engine.step import decode_layout, extend_layout
 from llmjax.errors import ModelError
-from llmjax.model.kv_cache import NULL_PAGE, KVCache, init_cache, zero_pages
-from llmjax.model.registry import DecoderConfig, Model
+from llmjax.model.kv_cache import NULL_PAGE, PAGES_A_WIPE, KVCache, init_cache
+from llmjax.model.registry import DecoderConfig
 from llmjax.scheduling.buckets import pick
 from llmjax.scheduling.request import PromptScores, Request, ScheduledBatch, ScheduledRow, StepOutput, TopLogprobs
-
-log = logging.getLogger(__name__)
-
-PAGES_A_WIPE = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A compiled program: its name in the start-up log, seconds to lower and compile it, and bytes of temporaries it needs."""
-
-    name: str
-    lower_seconds: float
-    compile_seconds: float
-    temp_bytes: int
 
 
 def on_device(params: Any) -> Any:
@@ -94,31 +75,36 @@ class PendingStep:
 
 
 class ModelRunner:
-    """Compiles the step programs for one model and launches them.
+    """Launches the step programs of one model.
 
     Args:
-        model, config, params: what to run; `params` are held, not copied; see `on_device`.
+        config, params: what to run; `params` are held, not copied; see `on_device`.
         engine_config: sizes, as `EngineConfig.resolved` gives them.
         num_pages: pages a layer, the null page included.
+        executables: the compiled programs (`compile_programs`) for just these sizes.
 
     Buffers: the runner owns cache and state; every launch donates them and takes the returned ones.
     """
 
     def __init__(
-        self, model: Model, config: DecoderConfig, params: Any, engine_config: ResolvedConfig, *, num_pages: int
+        self,
+        config: DecoderConfig,
+        params: Any,
+        engine_config: ResolvedConfig,
+        *,
+        num_pages: int,
+        executables: Mapping[Key, Any],
     ) -> None:
-        self._model, self._config, self._params = model, config, params
+        self._params = params
         self._rows = engine_config.max_sequences
         self._page_size = engine_config.page_size
         self._max_pages = -(-engine_config.max_context // engine_config.page_size)
         self.row_buckets, self.token_buckets = engine_config.row_buckets, engine_config.token_buckets
-        self._step_counts = engine_config.step_counts
         self.num_pages = num_pages
         self._cache: KVCache = init_cache(config, num_pages=num_pages, page_size=self._page_size)
         self._state = init_state(max_sequences=self._rows, max_pages=self._max_pages, vocab_size=config.vocab_size)
         self._compiles_after_ready = 0
-        self._executables: dict[tuple[str, int, int], Any] = {}
-        self.programs: list[Program] = []
+        self._executables = executables
 
     @property
     def compiles_after_ready(self) -> int:
@@ -137,48 +123,16 @@ class ModelRunner:
 
     # -- programs
 
+    def wait(self) -> None:
+        """Until parameters, cache and state are there: allocating is asynchronous, and so is its failing."""
+        jax.block_until_ready((self._params, self._cache, self._state))
+
     def warm_up(self) -> None:
-        """Compile every program, and run each once on padding rows, so that serving compiles nothing."""
-        wanted: list[tuple[str, int, int]] = [("reset", ROWS_A_RESET, 1), ("wipe", PAGES_A_WIPE, 1)]
-        wanted += [("decode", rows, steps) for rows in self.row_buckets for steps in self._step_counts]
-        wanted += [("extend", tokens, 1) for tokens in self.token_buckets]
-        # Tracing holds the interpreter lock, so lower one after the other; XLA compiles outside it, in parallel.
-        with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 2) // 2)) as pool:
-            compiling = []
-            for key in wanted:
-                started = time.perf_counter()
-                lowered = self._lower(*key)
-                lowered_in = time.perf_counter() - started
-                compiling.append((key, lowered_in, pool.submit(_compile, lowered)))
-            for key, lowered_in, future in compiling:
-                executable, compiled_in = future.result()
-                self._executables[key] = executable
-                memory = executable.memory_analysis()
-                temp = int(memory.temp_size_in_bytes) if memory is not None else 0
-                self.programs.append(Program(_name(*key), round(lowered_in, 3), round(compiled_in, 3), temp))
-        for program in self.programs:
-            log.info(
-                "program %s: lowered in %.2f s, compiled in %.2f s", program.name, program.lower_seconds, program.compile_seconds
-            )
-        for key in wanted:
+        """Run every program once on padding rows, so that serving loads and allocates nothing."""
+        for key in self._executables:
             self._launch(key, self._padding(*key))
         jax.block_until_ready(self._cache)
         self._compiles_after_ready = 0
-
-    def _lower(self, kind: str, size: int, steps: int) -> Any:
-        packed = jax.ShapeDtypeStruct(self._padding(kind, size, steps).shape, np.int32)
-        if kind == "reset":
-            return jax.jit(reset_rows, donate_argnums=0).lower(self._state, packed)
-        if kind == "wipe":
-            wipe = functools.partial(zero_pages, num_layers=self._config.num_layers)
-            return jax.jit(wipe, donate_argnums=0).lower(self._cache, packed)
-        if kind == "decode":
-            step = functools.partial(decode_steps, model=self._model, config=self._config, rows=size, num_steps=steps)
-        else:
-            rows = min(size, self._rows)
-            step = functools.partial(extend_step, model=self._model, config=self._config, tokens=size, rows=rows)
-        step.__name__ = kind  # type: ignore[attr-defined]  # the program's name in profiles
-        return jax.jit(step, donate_argnums=(1, 3)).lower(self._params, self._state, packed, self._cache)
 
     def _padding(self, kind: str, size: int, steps: int) -> np.ndarray:
         """The packed vector of a launch without any row."""
@@ -190,7 +144,7 @@ class ModelRunner:
             return self._pack_decode(ScheduledBatch(0, "decode", steps, []), size, steps)
         return self._pack_extend(ScheduledBatch(0, "extend", 1, []), size)
 
-    def _launch(self, key: tuple[str, int, int], packed: np.ndarray) -> tuple[Any, Any]:
+    def _launch(self, key: Key, packed: np.ndarray) -> tuple[Any, Any]:
         executable = self._executables[key]
         compiled = CompileCounter()
         tokens = scores = None
@@ -306,16 +260,6 @@ class ModelRunner:
                     f"update_params: {name} is {leaf.dtype}{list(leaf.shape)}, expected {was.dtype}{list(was.shape)}"
                 )
         self._params = jax.tree.map(lambda was, leaf: jax.device_put(leaf, was.sharding), self._params, params)
-
-
-def _compile(lowered: Any) -> tuple[Any, float]:
-    started = time.perf_counter()
-    return lowered.compile(), time.perf_counter() - started
-
-
-def _name(kind: str, size: int, steps: int) -> str:
-    unit = {"reset": "rows", "wipe": "pages", "decode": "rows", "extend": "tokens"}[kind]
-    return f"{kind} {size} {unit}" + (f" x {steps} steps" if steps > 1 else "")
 
 
 def _seen_tokens(rows: list[ScheduledRow]) -> SeenTokens:

@@ -13,10 +13,9 @@ import numpy as np
 from llmjax.engine.config import ResolvedConfig
 from llmjax.engine.runner import ModelRunner
 from llmjax.errors import BackendError, NonFiniteError
-from llmjax.model import transformer
 from llmjax.model.batch import pack_sequences
 from llmjax.model.kv_cache import init_cache
-from llmjax.model.registry import DecoderConfig, Model
+from llmjax.model.registry import DecoderConfig, Model, is_shared_decoder
 from llmjax.sampling_params import SamplingParams
 from llmjax.scheduling.request import Request, ScheduledBatch, ScheduledRow
 from pallas_kernels import smoke
@@ -42,10 +41,9 @@ def check_kernels() -> None:
 def check_finite(runner: ModelRunner, model: Model, config: DecoderConfig, engine_config: ResolvedConfig) -> None:
     """Compute a short prompt through `runner`; raise `NonFiniteError` naming the first layer that overflows.
 
-    The kernels are checked first (`check_kernels`, and its BackendError), so that a wrong one is not blamed on the weights.
+    `check_kernels` belongs before it, so that a wrong kernel is not blamed on the weights.
     The probe's K and V lie on page 1 afterwards and are overwritten by the page's first owner.
     """
-    check_kernels()
     length = min(PROBE_TOKENS, engine_config.max_context - 1, runner.token_buckets[-1], engine_config.page_size)
     ids = [int(i) for i in np.linspace(0, config.num_tokens - 1, length)]
     request = Request("self-check", ids, SamplingParams(max_tokens=1, temperature=0.0), seed=0, limit=1, pages=[1])
@@ -54,13 +52,13 @@ def check_finite(runner: ModelRunner, model: Model, config: DecoderConfig, engin
     if bool(output.finite.all()):
         return
     advice = "use bfloat16 or float32" if config.dtype == "float16" else "check the weights"
-    where = (
-        _first_bad_layer(runner, config, ids, engine_config.page_size) if model.forward is transformer.forward else "the model"
-    )
+    where = _first_bad_layer(runner, config, ids, engine_config.page_size) if is_shared_decoder(model) else "the model"
     raise NonFiniteError(f"{where} gives NaN or infinite values in {config.dtype} on a plain prompt; {advice}")
 
 
 def _first_bad_layer(runner: ModelRunner, config: DecoderConfig, ids: list[int], page_size: int) -> str:
+    from llmjax.model import transformer
+
     batch, pages = pack_sequences([ids], page_size=page_size)
     cache = init_cache(config, num_pages=pages, page_size=page_size)
     check = jax.jit(transformer.layer_finiteness, static_argnames="config")

@@ -50,6 +50,10 @@ def init_cache(config: CacheShape, *, num_pages: int, page_size: int) -> KVCache
     return zeros()
 
 
+PAGES_A_WIPE = 16
+"""Pages that one launch of `zero_pages` takes."""
+
+
 def zero_pages(cache: KVCache, pages: Int[Array, "n"], *, num_layers: int) -> KVCache:
     """The cache with these pages zeroed in every layer; page 0, to fill up a list, does no harm. `cache` is to be donated."""
     layers = jnp.arange(num_layers, dtype=pages.dtype)[:, None] * (cache.k.shape[0] // num_layers)

@@ -11,7 +11,6 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Array, Float
 
 from llmjax.errors import UnsupportedModelError
-from llmjax.model import transformer
 from llmjax.model.batch import ModelBatch
 from llmjax.model.kv_cache import CacheShape, KVCache
 
@@ -48,14 +47,25 @@ class Model(Protocol):
         ...
 
 
-class _Module:
-    """The shared decoder of `transformer.py`, in the form of a `Model`."""
+class _SharedDecoder:
+    """The decoder of `transformer.py`, in the form of a `Model`. Loaded, Flax with it, when it is first traced: an engine whose
+    programs are compiled already needs neither."""
 
-    forward = staticmethod(transformer.forward)
-    logits = staticmethod(transformer.logits)
+    def forward(
+        self, params: Any, batch: ModelBatch, kv_cache: KVCache, *, config: Any, decode: bool
+    ) -> tuple[Float[Array, "T D"], KVCache]:
+        from llmjax.model import transformer
+
+        return transformer.forward(params, batch, kv_cache, config=config, decode=decode)
+
+    def logits(self, params: Any, hidden: Float[Array, "T D"], *, config: Any) -> Float[Array, "T V"]:
+        from llmjax.model import transformer
+
+        return transformer.logits(params, hidden, config=config)
 
 
-_MODELS: dict[str, Model] = {family: _Module() for family in ("llama", "qwen2", "qwen3", "mistral")}
+_SHARED = _SharedDecoder()
+_MODELS: dict[str, Model] = dict.fromkeys(("llama", "qwen2", "qwen3", "mistral"), _SHARED)
 
 
 def register_model(family: str, model: Model) -> None:
@@ -70,3 +80,8 @@ def get_model(family: str) -> Model:
     if family not in _MODELS:
         raise UnsupportedModelError(f"no model is registered for family {family!r}; known: {', '.join(sorted(_MODELS))}")
     return _MODELS[family]
+
+
+def is_shared_decoder(model: Model) -> bool:
+    """Whether this is the decoder of `transformer.py`: its source is ours, its layers are alike and can be looked at singly."""
+    return model is _SHARED

@@ -1,59 +1,54 @@
 """What a pipeline's engines will need of the device's memory, worked out without loading a weight. For `llmjax doctor --memory`.
 
-Asks JAX for the device's size. Temporaries of the compiled programs are known only once they are compiled; an engine subtracts
-them at start, so the pages told here for a share of a device are an upper bound.
+The plan of an engine is `llmjax.engine.memory.plan_memory`, the same function by which the engine allocates. Owns only the
+question which engines there are, and what they find on the device when they start.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmjax.pipeline.loading import Pipeline
 from llmjax.pipeline.planning import plan
 
+if TYPE_CHECKING:
+    from llmjax.engine.memory import DeviceMemory, MemoryPlan
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineMemory:
-    """One engine stage's needs, in bytes and pages.
+    """One engine stage's plan.
 
     Attributes:
         stage, model: names of the engine's and of its model's stage.
-        weight_bytes: of the parameters as loaded.
-        page_bytes: of one page over all layers.
-        pages: usable pages (the null page not counted); None where the device does not tell its size.
-        page_size: tokens a page.
-        max_context: tokens of one request at most.
+        plan: where the memory goes.
     """
 
     stage: str
     model: str
-    weight_bytes: int
-    page_bytes: int
-    pages: int | None
-    page_size: int
-    max_context: int
-
-    @property
-    def full_requests(self) -> float | None:
-        """Requests of full length that the pool holds at once."""
-        return None if self.pages is None else self.pages * self.page_size / self.max_context
+    plan: MemoryPlan
 
 
 def memory_plan(pipeline: Pipeline) -> list[EngineMemory]:
-    """The needs of every engine that a run would start. Raises `ConfigErrors` and `ModelError` as a run would."""
+    """The needs of every engine that a run would start, in the order in which they start: a later one finds the earlier ones on
+    the device. Raises `ConfigErrors`, `ModelError` and `OutOfMemoryError` as a run would."""
     from llmjax.engine.backend import configure_backend
 
     planned = plan(pipeline)
     configure_backend(platform=planned.runtime.requested, memory_fraction=planned.runtime.memory_fraction)
+    from llmjax.engine.memory import device_memory
+
     configs = {stage.name: stage.config for stage in planned.stages}
     engines = [stage.name for stage in planned.stages if stage.kind == "engine" and stage.action in ("run", "reuse")]
-    models = {name: _model_behind(pipeline, name) for name in engines}
-    facts = {name: _model_facts(configs[models[name]]) for name in engines}
-    left = _device_bytes()
-    if left is not None:
-        left -= sum(weights for _, weights in facts.values())
-    return [_engine_memory(name, models[name], configs[name], *facts[name], left) for name in engines]
+    device, plans = device_memory(), []
+    for name in engines:
+        model = _model_behind(pipeline, name)
+        made = _plan_engine(configs[name], _model_shape(configs[model]), device)
+        plans.append(EngineMemory(name, model, made))
+        if device is not None:
+            device = dataclasses.replace(device, in_use=made.held)
+    return plans
 
 
 def _model_behind(pipeline: Pipeline, engine: str) -> str:
@@ -65,40 +60,22 @@ def _model_behind(pipeline: Pipeline, engine: str) -> str:
     return name
 
 
-def _model_facts(section: Any) -> tuple[Any, int]:
-    """The model's shape as it will be loaded, and the bytes of its parameters."""
-    from llmjax.model.checkpoint.describe import describe, param_bytes
+def _model_shape(section: Any) -> Any:
+    """The model's config as it will be loaded."""
+    from llmjax.model.checkpoint.describe import describe
 
     source, dtype = section.source, section.dtype
     random = None
     if source.random is not None:
         random = source.random.preset or source.random.config.shape(dtype)
-    shape = describe(path=source.path, package=source.package, random=random)["config"].replace(dtype=dtype)
-    return shape, param_bytes(shape)
+    return describe(path=source.path, package=source.package, random=random)["config"].replace(dtype=dtype)
 
 
-def _device_bytes() -> int | None:
-    import jax
+def _plan_engine(section: Any, shape: Any, device: DeviceMemory | None) -> MemoryPlan:
+    from llmjax.engine.backend import is_gpu
+    from llmjax.engine.memory import plan_memory
+    from llmjax.model.checkpoint.load import param_structs
+    from llmjax.model.registry import get_model
 
-    stats = jax.devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit")
-
-
-def _engine_memory(name: str, model: str, section: Any, shape: Any, weights: int, left: int | None) -> EngineMemory:
-    from llmjax.engine.config import DEFAULT_MAX_CONTEXT
-    from llmjax.model.kv_cache import cache_bytes_per_page
-
-    config = section.engine_config()
-    page_bytes = cache_bytes_per_page(shape, config.page_size)
-    pool = config.kv_cache_bytes
-    if pool is None and left is not None:
-        pool = int(max(left, 0) * config.kv_cache_fraction)
-    return EngineMemory(
-        stage=name,
-        model=model,
-        weight_bytes=weights,
-        page_bytes=page_bytes,
-        pages=None if pool is None else max(pool // page_bytes - 1, 0),
-        page_size=config.page_size,
-        max_context=config.max_context or min(shape.max_positions, DEFAULT_MAX_CONTEXT),
-    )
+    config = section.engine_config().resolved(gpu=is_gpu(), model_max_context=shape.max_positions)
+    return plan_memory(get_model(shape.family), shape, param_structs(shape), config, device, store=None)

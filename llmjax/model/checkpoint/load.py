@@ -2,20 +2,69 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from llmjax.errors import UnsupportedModelError
 from llmjax.model.checkpoint.describe import open_checkpoint
+from llmjax.model.checkpoint.leaves import Checkpoint
 from llmjax.model.checkpoint.orbax import load_orbax_params, read_orbax_config
 from llmjax.model.checkpoint.random import DEFAULT_SCALE, random_params
 from llmjax.model.checkpoint.source import Kind, locate
 from llmjax.model.checkpoint.stream import Progress, load_leaves
 from llmjax.model.config import DTYPES, ModelConfig
+from llmjax.model.param_spec import iter_params
+
+
+class PendingParams:
+    """Parameters that another thread is loading: their shapes are known, the arrays come later.
+
+    Attributes:
+        shapes: the tree with a `jax.ShapeDtypeStruct` at each leaf.
+        bytes_in_use: bytes on the device when loading began; 0 where it does not tell.
+        begun, ended: when loading began and ended, by `time.perf_counter`; `ended` is 0.0 before.
+    """
+
+    def __init__(self, config: ModelConfig, load: Callable[[], dict[str, Any]]) -> None:
+        self.shapes = param_structs(config)
+        self.bytes_in_use = int((jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0))
+        self.begun, self.ended = time.perf_counter(), 0.0
+        device = jax.config.jax_default_device  # may be set for the calling thread alone
+        thread = ThreadPoolExecutor(1, thread_name_prefix="load-model")
+
+        def run() -> dict[str, Any]:
+            with contextlib.nullcontext() if device is None else jax.default_device(device):
+                params = jax.block_until_ready(load())
+            self.ended = time.perf_counter()
+            return params
+
+        self._future = thread.submit(run)
+        thread.shutdown(wait=False)
+
+    def result(self) -> dict[str, Any]:
+        """The parameters, when they are there. Raises what loading raised."""
+        return self._future.result()
+
+
+def param_structs(config: ModelConfig) -> dict[str, Any]:
+    """The parameter tree of `config` with a `jax.ShapeDtypeStruct` at each leaf."""
+    tree: dict[Any, Any] = {}
+    for path, shape, dtype in iter_params(config):
+        node = tree
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    return tree
 
 
 @dataclasses.dataclass
@@ -25,13 +74,14 @@ class LoadedModel:
     Attributes:
         config: its shape; `dtype` is what the weights were loaded as.
         params: nested dict of `jax.Array` as `param_shapes(config)` describes, on JAX's default device. The caller owns it.
+            With `load_model(wait=False)` a `PendingParams`, which the engine takes as well.
         path: where it came from; None for random weights.
         kind: format of the source.
         eos_token_ids: ids that end a sequence, as far as the model's files say.
     """
 
     config: ModelConfig
-    params: dict[str, Any]
+    params: Any
     path: Path | None
     kind: Kind
     eos_token_ids: tuple[int, ...] = ()
@@ -46,6 +96,7 @@ def load_model(
     seed: int = 0,
     scale: float = DEFAULT_SCALE,
     progress: Progress | None = None,
+    wait: bool = True,
 ) -> LoadedModel:
     """Load the model that exactly one of `path`, `package`, `random` names (see `locate`).
 
@@ -56,6 +107,8 @@ def load_model(
         dtype: "float32", "bfloat16" or "float16"; None takes bfloat16 on an accelerator and float32 on CPU. Norms stay float32.
         seed, scale: of random weights only.
         progress: called with (bytes read, bytes in total) while files are read.
+        wait: False returns as soon as the model's config is known and its files were found whole; another thread reads the
+            weights, and what it raises comes from `PendingParams.result`.
 
     Raises:
         ConfigError: none or several sources.
@@ -69,18 +122,25 @@ def load_model(
     if source.kind == "random":
         assert source.config is not None
         config = source.config.replace(dtype=dtype)
-        return LoadedModel(config, random_params(config, seed=seed, scale=scale), None, source.kind)
+        load: Callable[[], dict[str, Any]] = functools.partial(random_params, config, seed=seed, scale=scale)
+        return LoadedModel(config, load() if wait else PendingParams(config, load), None, source.kind)
     if source.kind == "orbax":
         assert source.path is not None
         config, eos = read_orbax_config(source.path)
         config = config.replace(dtype=dtype)
-        return LoadedModel(config, load_orbax_params(source.path, config), source.path, source.kind, eos)
+        load = functools.partial(load_orbax_params, source.path, config)
+        return LoadedModel(config, load() if wait else PendingParams(config, load), source.path, source.kind, eos)
     checkpoint = open_checkpoint(source, dtype)
+    load = functools.partial(_read_and_close, checkpoint, progress)
+    params = load() if wait else PendingParams(checkpoint.config, load)
+    return LoadedModel(checkpoint.config, params, checkpoint.path, source.kind, checkpoint.eos_token_ids)
+
+
+def _read_and_close(checkpoint: Checkpoint, progress: Progress | None) -> dict[str, Any]:
     try:
-        params = load_leaves(checkpoint, progress)
+        return load_leaves(checkpoint, progress)
     finally:
         checkpoint.reader.close()
-    return LoadedModel(checkpoint.config, params, checkpoint.path, source.kind, checkpoint.eos_token_ids)
 
 
 def default_dtype() -> str:

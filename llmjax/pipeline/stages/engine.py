@@ -13,6 +13,7 @@ from llmjax.errors import ConfigError, ModelError
 from llmjax.pipeline.schema import Duration, OneOrMore, Section, Share, Size, StageSection, located
 from llmjax.pipeline.stages import StageContext, StageInput, StageKind
 from llmjax.pipeline.tree import KeyPath
+from llmjax.telemetry.startup import Timeline
 
 if TYPE_CHECKING:
     from llmjax.engine.llm import LLM
@@ -244,27 +245,33 @@ class EngineKind(StageKind[EngineSection]):
         return llm
 
     def summary(self, value: Any) -> Mapping[str, Any]:
-        """The pages it has."""
-        return {"pages": value.engine.stats.num_pages, "page size": value.engine.config.page_size}
+        """The pages it has, and the seconds of each phase of its start; phases run beside each other."""
+        pages = {"pages": value.engine.stats.num_pages, "page size": value.engine.config.page_size}
+        return pages | {f"{name} s": round(seconds, 2) for name, seconds in value.engine.startup.seconds().items()}
 
 
 def build_engine(reference: ModelReference, config: EngineConfig, context: StageContext[EngineSection]) -> LLM:
     """The one call into the engine; imported here because it starts JAX. The process's settings come first."""
-    from llmjax.engine.backend import configure_backend
+    startup, runtime = Timeline(), context.runtime
+    with startup.phase("import"):
+        from llmjax.engine.backend import configure_backend, is_gpu, use_compile_cache
 
-    runtime = context.runtime
-    configure_backend(platform=runtime.requested, memory_fraction=runtime.memory_fraction)
-    from llmjax.engine.llm import LLM
-    from llmjax.engine.tokenizer import load_tokenizer
+        configure_backend(platform=runtime.requested, memory_fraction=runtime.memory_fraction)
+        from llmjax.engine.llm import LLM
+        from llmjax.engine.tokenizer import load_tokenizer
+    with startup.phase("device"):
+        is_gpu()
+    if config.compile_cache is not None:
+        use_compile_cache(config.compile_cache)  # before loading, which compiles too
 
     loaded = reference.load(context.digests)
     template = reference.section.chat_template
     if template is None:
-        return LLM(loaded, engine_config=config)
+        return LLM(loaded, engine_config=config, startup=startup)
     assert loaded.path is not None, "the schema refuses a template for random weights"
     tokenizer = load_tokenizer(loaded.path)
     tokenizer.use_chat_template(read_template(template))
-    return LLM(loaded, engine_config=config, tokenizer=tokenizer)
+    return LLM(loaded, engine_config=config, tokenizer=tokenizer, startup=startup)
 
 
 def read_template(path: str) -> str:

@@ -136,18 +136,21 @@ class ModelReference:
     section: ModelSection
 
     def load(self, digests: Digests) -> LoadedModel:
-        """The model in device memory. Starts JAX. Raises `ModelError` for files that are missing or not those `sha256` names."""
+        """The model; its weights are still being read when this returns (`PendingParams`). Starts JAX.
+
+        Raises `ModelError` for files that are missing or not those `sha256` names.
+        """
         from llmjax.model.checkpoint.load import load_model
 
         source = self.section.source
         self._verify(digests)
         if source.random is None:
-            return load_model(path=source.path, package=source.package, dtype=self.section.dtype)
+            return load_model(path=source.path, package=source.package, dtype=self.section.dtype, wait=False)
         shape: str | ModelConfig | None = source.random.preset
         if source.random.config is not None:
             shape = source.random.config.shape(self.section.dtype or "float32")
         options: dict[str, Any] = {} if source.random.scale is None else {"scale": source.random.scale}
-        return load_model(random=shape, dtype=self.section.dtype, seed=source.random.seed, **options)
+        return load_model(random=shape, dtype=self.section.dtype, seed=source.random.seed, wait=False, **options)
 
     def _verify(self, digests: Digests) -> None:
         source = self.section.source

@@ -1,0 +1,258 @@
+"""The step programs of an engine: which there are, and how each is lowered and compiled, from shapes alone.
+
+Owns the list of programs and the order of the work: what the store has is taken from it, everything else is lowered (in other
+processes where there are some), and all are compiled side by side. Must not know requests, and holds no array: a model can be
+compiled for while its weights are read.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+
+from llmjax.engine.compile_counter import CompileCounter
+from llmjax.engine.compile_pool import LoweringFailed, LoweringPool
+from llmjax.engine.compile_store import ProgramStore
+from llmjax.engine.config import ResolvedConfig
+from llmjax.engine.state import ROWS_A_RESET, init_state, no_seen_tokens, pack_resets, reset_rows
+from llmjax.engine.step import decode_layout, decode_steps, extend_layout, extend_step
+from llmjax.model.kv_cache import PAGES_A_WIPE, init_cache, zero_pages
+from llmjax.model.registry import DecoderConfig, Model
+from llmjax.telemetry.startup import Timeline
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, int, int]
+"""Kind ("reset", "wipe", "decode" or "extend"), rows, pages or tokens, steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program: its name in the start-up log, seconds to lower and compile it, and bytes it needs beside its arguments.
+
+    `source` tells where it came from: "store" (lowered by a start before this one), else "lowered". JAX's cache may have spared
+    compiling it either way.
+    """
+
+    name: str
+    lower_seconds: float
+    compile_seconds: float
+    temp_bytes: int
+    source: str = "lowered"
+
+    def __str__(self) -> str:
+        lowered = "from the store" if self.source == "store" else f"lowered in {self.lower_seconds:.2f} s"
+        return f"{self.name}: {lowered}, compiled in {self.compile_seconds:.2f} s"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Everything that the programs of an engine depend on.
+
+    Attributes:
+        config: the model's; a static argument.
+        params: its parameters as a tree of `jax.ShapeDtypeStruct`.
+        engine_config: sizes.
+        num_pages: pages a layer, the null page included.
+    """
+
+    config: DecoderConfig
+    params: Any
+    engine_config: ResolvedConfig
+    num_pages: int
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of a row at full length."""
+        return -(-self.engine_config.max_context // self.engine_config.page_size)
+
+    def identity(self, key: Key) -> str:
+        """Tells apart all programs that differ, those of other models too. Sizes that do not change a program are not in it."""
+        sizes = (self.engine_config.max_sequences, self.engine_config.page_size, self.max_pages, self.num_pages)
+        return repr((key, sizes, self.config, self.params))
+
+    def state(self) -> Any:
+        """The device state's shapes."""
+        make = functools.partial(
+            init_state,
+            max_sequences=self.engine_config.max_sequences,
+            max_pages=self.max_pages,
+            vocab_size=self.config.vocab_size,
+        )
+        return jax.eval_shape(make)
+
+    def cache(self) -> Any:
+        """The cache's shapes."""
+        page_size = self.engine_config.page_size
+        return jax.eval_shape(functools.partial(init_cache, self.config, num_pages=self.num_pages, page_size=page_size))
+
+
+def abstract(params: Any) -> Any:
+    """The shapes and dtypes of a tree of arrays."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+
+
+def wanted(engine_config: ResolvedConfig) -> list[Key]:
+    """The programs of an engine, in the order in which they are warmed up."""
+    keys: list[Key] = [("reset", ROWS_A_RESET, 1), ("wipe", PAGES_A_WIPE, 1)]
+    keys += [("decode", rows, steps) for rows in engine_config.row_buckets for steps in engine_config.step_counts]
+    return keys + [("extend", tokens, 1) for tokens in engine_config.token_buckets]
+
+
+def name(key: Key) -> str:
+    """A program's name in the log: "decode 8 rows x 4 steps"."""
+    kind, size, steps = key
+    unit = {"reset": "rows", "wipe": "pages", "decode": "rows", "extend": "tokens"}[kind]
+    return f"{kind} {size} {unit}" + (f" x {steps} steps" if steps > 1 else "")
+
+
+def step_function(key: Key, model: Model, shapes: Shapes) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+    """The function of a program, the shapes of its arguments, and the numbers of those that are donated."""
+    step: Any
+    kind, size, steps = key
+    page_size = shapes.engine_config.page_size
+    state = shapes.state()
+    if kind == "reset":
+        packed = abstract(pack_resets([], no_seen_tokens(), max_pages=shapes.max_pages))
+        return reset_rows, (state, packed), (0,)
+    if kind == "wipe":
+        step = functools.partial(zero_pages, num_layers=shapes.config.num_layers)
+        step.__name__ = kind
+        return step, (shapes.cache(), jax.ShapeDtypeStruct((size,), np.int32)), (0,)
+    if kind == "decode":
+        width = decode_layout(rows=size, num_steps=steps, page_size=page_size).width
+        step = functools.partial(decode_steps, model=model, config=shapes.config, rows=size, num_steps=steps)
+    else:
+        rows = min(size, shapes.engine_config.max_sequences)
+        width = extend_layout(tokens=size, rows=rows, page_size=page_size).width
+        step = functools.partial(extend_step, model=model, config=shapes.config, tokens=size, rows=rows)
+    step.__name__ = kind  # the program's name in profiles
+    return step, (shapes.params, state, jax.ShapeDtypeStruct((width,), np.int32), shapes.cache()), (1, 3)
+
+
+def lower(key: Key, model: Model, shapes: Shapes) -> jax.stages.Lowered:
+    """A program, traced and lowered here, for the default device."""
+    step, arguments, donated = step_function(key, model, shapes)
+    return jax.jit(step, donate_argnums=donated).lower(*arguments)
+
+
+def export(key: Key, model: Model, shapes: Shapes, platform: str) -> jax.export.Exported:
+    """A program, traced and lowered for "cuda" or "cpu", in a form that can be pickled: for a store, or another process.
+
+    On "cuda" for the device of the abstract mesh in force, else the default device.
+    """
+    step, arguments, donated = step_function(key, model, shapes)
+    kernels = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")  # the same JAX compiles it, so it need not be stable
+    jitted = jax.jit(step, donate_argnums=donated)
+    exported = jax.export.export(jitted, platforms=(platform,), disabled_checks=(kernels,))(*arguments)
+    return dataclasses.replace(exported, _get_vjp=None)  # a closure, which cannot be pickled
+
+
+def lower_exported(exported: jax.export.Exported, key: Key, model: Model, shapes: Shapes) -> jax.stages.Lowered:
+    """What `lower` gives, from what `export` gave; a hundredth of the time."""
+    _, arguments, donated = step_function(key, model, shapes)
+
+    def call(*args: Any) -> Any:
+        return exported.call(*args)
+
+    call.__name__ = key[0]  # the program's name in profiles
+    return jax.jit(call, donate_argnums=donated).lower(*arguments)
+
+
+def platform() -> str:
+    """The default device's platform, as `export` wants it."""
+    return "cuda" if jax.devices()[0].platform == "gpu" else "cpu"
+
+
+def compile_programs(
+    model: Model,
+    shapes: Shapes,
+    *,
+    timeline: Timeline,
+    store: ProgramStore | None = None,
+    start_pool: Callable[[], LoweringPool | None] = lambda: None,
+) -> tuple[dict[Key, Any], list[Program]]:
+    """Every program of the engine, ready to run: executables by key, and what to tell of them.
+
+    Args:
+        store: where earlier starts left what they lowered; new ones are added. Executables are JAX's own cache's.
+        start_pool: gives processes that lower; called only if there is anything to lower. Without any, and for what they cannot
+            lower, it is done in this process.
+    """
+    keys, counter = wanted(shapes.engine_config), CompileCounter()
+    threads = concurrent.futures.ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1), thread_name_prefix="compile")
+    with threads:
+        compiling: dict[Key, concurrent.futures.Future[tuple[Any, Program]]] = {}
+        if store is not None:
+            with timeline.phase("load programs"):
+                for key in keys:
+                    if (stored := store.load(shapes.identity(key))) is not None:
+                        lowered = lower_exported(stored, key, model, shapes)
+                        compiling[key] = threads.submit(_compile, key, lowered, 0.0, "store", timeline)
+        missing = [key for key in keys if key not in compiling]
+        pool = start_pool() if missing else None
+        waiting = {} if pool is None else {key: pool.submit(key, shapes) for key in missing}
+        for key in missing:
+            # Tracing holds the interpreter lock, so lower one after the other; XLA compiles outside it, in parallel.
+            start = time.perf_counter()
+            lowered = _lower_and_store(key, model, shapes, waiting.get(key), store)
+            timeline.add("lower", start, end := time.perf_counter())
+            compiling[key] = threads.submit(_compile, key, lowered, end - start, "lowered", timeline)
+        made = {key: compiling[key].result() for key in keys}
+    programs = [program for _, program in made.values()]
+    log.info("%d programs compiled, %d of them by JAX's cache", counter.count, counter.hits)
+    for program in programs:
+        log.info("program %s", program)
+    return {key: executable for key, (executable, _) in made.items()}, programs
+
+
+def _lower_and_store(
+    key: Key,
+    model: Model,
+    shapes: Shapes,
+    elsewhere: concurrent.futures.Future[jax.export.Exported] | None,
+    store: ProgramStore | None,
+) -> jax.stages.Lowered:
+    """Take what another process lowers (`elsewhere`), or lower here. Without a store and another process nothing is exported."""
+    exported = None
+    if elsewhere is not None:
+        try:
+            exported = elsewhere.result()
+        except LoweringFailed as error:
+            log.warning("program %s is lowered again in this process: %s", name(key), error)
+    elif store is not None:
+        try:
+            exported = export(key, model, shapes, platform())
+        except Exception as error:  # what cannot be exported may still be lowered; else that raises
+            log.warning("program %s cannot be stored: %s", name(key), (str(error).splitlines() or [type(error).__name__])[0])
+    if exported is None:
+        return lower(key, model, shapes)
+    if store is not None:
+        store.save(shapes.identity(key), exported)
+    return lower_exported(exported, key, model, shapes)
+
+
+def _compile(key: Key, lowered: jax.stages.Lowered, lower_seconds: float, source: str, timeline: Timeline) -> tuple[Any, Program]:
+    start = time.perf_counter()
+    executable = lowered.compile()
+    timeline.add("compile", start, end := time.perf_counter())
+    return executable, Program(name(key), lower_seconds, end - start, temp_bytes(executable), source)
+
+
+def temp_bytes(executable: Any) -> int:
+    """Bytes an executable says it needs beside its arguments: temporaries, and outputs that take no donated argument's place. 0
+    where it does not say."""
+    memory = executable.memory_analysis()
+    if memory is None:
+        return 0
+    return int(memory.temp_size_in_bytes + max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0))

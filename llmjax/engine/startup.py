@@ -1,0 +1,119 @@
+"""From a model's shapes to a runner that has answered: plan the memory, compile, take the weights, allocate, warm up, check.
+
+Owns the order, and what runs beside what: programs need shapes only, so they are made while the weights are still being read, and
+the kernels are compared with their references meanwhile. Must not know requests.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+from typing import Any
+
+import jax
+
+from llmjax.engine.compile_pool import LoweringPool, useful_workers
+from llmjax.engine.compile_programs import Program, Shapes, abstract, compile_programs, wanted
+from llmjax.engine.compile_store import ProgramStore
+from llmjax.engine.config import ResolvedConfig
+from llmjax.engine.memory import MIB, DeviceMemory, MemoryPlan, device_memory, plan_memory, tell_out_of_memory, tree_bytes
+from llmjax.engine.runner import ModelRunner, on_device
+from llmjax.engine.self_check import check_finite, check_kernels
+from llmjax.model.checkpoint.load import PendingParams
+from llmjax.model.registry import DecoderConfig, Model, is_shared_decoder
+from llmjax.telemetry.startup import Timeline
+
+log = logging.getLogger(__name__)
+
+_KERNELS_AGREE = "the kernels agree with their references"  # a fact of the store
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """An engine's device side, ready: the runner, where the memory went, and the programs."""
+
+    runner: ModelRunner
+    memory: MemoryPlan
+    programs: list[Program]
+
+
+def start_runner(model: Model, config: DecoderConfig, params: Any, engine_config: ResolvedConfig, timeline: Timeline) -> Started:
+    """Build a `ModelRunner` and warm it up.
+
+    Args:
+        params: on the device, on the host, or `PendingParams`.
+        timeline: gets the phases.
+
+    Raises:
+        ConfigError, OutOfMemoryError: the memory plan does not work out, or memory ran out all the same.
+        BackendError: a kernel computes wrong numbers here.
+        NonFiniteError: the weights give NaN or infinite values.
+        Whatever loading the weights raises.
+    """
+    shapes = params.shapes if isinstance(params, PendingParams) else abstract(params)
+    store = None
+    if engine_config.compile_cache is not None and is_shared_decoder(model):  # of another model's source nothing is known
+        store = ProgramStore(engine_config.compile_cache)
+    with contextlib.ExitStack() as stack:
+        start_pool = functools.cache(functools.partial(_start_pool, model, engine_config, stack))
+        sizes = Shapes(config, shapes, engine_config, 0)
+        if store is None or store.recall(sizes.identity(("all", 0, 0))) is None:
+            start_pool()  # nothing is compiled: JAX is imported there while the memory is planned here
+        with timeline.phase("plan memory"):
+            plan = plan_memory(model, config, shapes, engine_config, _memory_of_others(params), store)
+        sizes = dataclasses.replace(sizes, num_pages=plan.num_pages)
+        checking = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="check"))
+        checked = checking.submit(_check_kernels, store, timeline, jax.config.jax_default_device)
+        executables, programs = compile_programs(model, sizes, timeline=timeline, store=store, start_pool=start_pool)
+        checked.result()
+        if store is not None:
+            store.note(dataclasses.replace(sizes, num_pages=0).identity(("all", 0, 0)), [program.name for program in programs])
+    plan = plan.with_programs(max(program.temp_bytes for program in programs))
+    with tell_out_of_memory(plan):
+        if isinstance(params, PendingParams):
+            with timeline.phase("wait for weights"):
+                pending, params = params, params.result()
+            timeline.add("load weights", pending.begun, pending.ended)
+        with timeline.phase("allocate"):
+            runner = ModelRunner(config, on_device(params), engine_config, num_pages=plan.num_pages, executables=executables)
+            runner.wait()
+        with timeline.phase("warm up"):
+            runner.warm_up()
+        with timeline.phase("self check"):
+            check_finite(runner, model, config, engine_config)
+    log.info("memory: %s", plan.text())
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    if peak is not None:
+        log.info("memory: planned %.0f MiB without the reserve, peak so far %.0f MiB", plan.total / MIB, peak / MIB)
+    return Started(runner, plan, programs)
+
+
+def _memory_of_others(params: Any) -> DeviceMemory | None:
+    """The device's memory, the engine's own parameters not counted."""
+    device = device_memory()
+    if device is None:
+        return None
+    if isinstance(params, PendingParams):
+        return dataclasses.replace(device, in_use=params.bytes_in_use)
+    own = tree_bytes([leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)])
+    return dataclasses.replace(device, in_use=max(device.in_use - own, 0))
+
+
+def _start_pool(model: Model, engine_config: ResolvedConfig, stack: contextlib.ExitStack) -> LoweringPool | None:
+    """Processes to lower in, where they are worth it; closed with `stack`."""
+    workers = useful_workers(len(wanted(engine_config)), os.cpu_count() or 1) if is_shared_decoder(model) else 0
+    return None if workers == 0 else stack.enter_context(contextlib.closing(LoweringPool(workers)))
+
+
+def _check_kernels(store: ProgramStore | None, timeline: Timeline, device: Any) -> None:
+    """Once for each device kind, driver and version: what was right stays right while none of them changes."""
+    if store is not None and store.recall(_KERNELS_AGREE) is not None:
+        return
+    with timeline.phase("check kernels"), contextlib.nullcontext() if device is None else jax.default_device(device):
+        check_kernels()
+    if store is not None:
+        store.note(_KERNELS_AGREE, True)

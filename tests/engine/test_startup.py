@@ -1,0 +1,195 @@
+"""A start: what runs beside the loading, what other processes lower, and what happens when one of them does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny_models import CONFIGS, naive_greedy, random_params
+
+from llmjax.engine import compile_pool, startup
+from llmjax.engine.compile_pool import LoweringFailed, LoweringPool, useful_workers
+from llmjax.engine.compile_programs import Shapes, abstract, compile_programs, export, lower, lower_exported, step_function
+from llmjax.engine.compile_worker import Target, _export
+from llmjax.engine.config import EngineConfig
+from llmjax.engine.engine import Engine
+from llmjax.errors import BackendError, ModelError
+from llmjax.model.checkpoint.load import PendingParams, load_model, param_structs
+from llmjax.model.checkpoint.presets import preset_config
+from llmjax.model.layers import abstract_params
+from llmjax.model.registry import get_model
+from llmjax.sampling_params import SamplingParams
+
+CONFIG = CONFIGS["llama"]
+OPTIONS: dict[str, Any] = {
+    "max_context": 64, "max_sequences": 2, "max_tokens_per_step": 16, "decode_steps": 1, "row_buckets": (2,),
+    "token_buckets": (16,),
+}  # fmt: skip
+
+
+def shapes(config: Any = CONFIG, **options: Any) -> Shapes:
+    resolved = EngineConfig(**OPTIONS | options).resolved(gpu=False, model_max_context=config.max_positions)
+    return Shapes(config, param_structs(config), resolved, 9)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_shapes_known_before_loading_are_those_of_the_weights(name: str) -> None:
+    config = CONFIGS[name]
+    assert param_structs(config) == abstract_params(config)
+    assert jax.tree.structure(param_structs(config)) == jax.tree.structure(random_params(config))
+    assert param_structs(config) == abstract(random_params(config))
+
+
+def test_an_engine_is_made_while_its_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And computes what it would have."""
+    params = random_params(CONFIG)
+    compiled = threading.Event()
+
+    def load() -> dict[str, Any]:
+        assert compiled.wait(300)
+        return params
+
+    def compile_and_tell(*args: Any, **options: Any) -> Any:
+        made = compile_programs(*args, **options)
+        compiled.set()
+        return made
+
+    monkeypatch.setattr(startup, "compile_programs", compile_and_tell)
+    engine = Engine(CONFIG, PendingParams(CONFIG, load), None, EngineConfig(**OPTIONS))
+    names = set(engine.startup.seconds())
+    assert names >= {"plan memory", "lower", "compile", "load weights", "wait for weights", "allocate", "warm up", "self check"}
+    engine.add_request([5, 6, 7], SamplingParams(max_tokens=6, temperature=0.0))
+    tokens: list[int] = []
+    while engine.has_unfinished:
+        for output in engine.step():
+            tokens += output.new_token_ids[0]
+    assert tokens == naive_greedy(params, [5, 6, 7], CONFIG, 6)
+
+
+def test_what_loading_raises_comes_out_of_the_engine() -> None:
+    def load() -> dict[str, Any]:
+        raise ModelError("the file is cut off")
+
+    with pytest.raises(ModelError, match="the file is cut off"):
+        Engine(CONFIG, PendingParams(CONFIG, load), None, EngineConfig(**OPTIONS))
+
+
+def test_a_model_that_is_not_waited_for_is_the_same() -> None:
+    sooner = load_model(random=CONFIG, seed=3, scale=0.5, wait=False)
+    assert isinstance(sooner.params, PendingParams)
+    jax.tree.map(np.testing.assert_array_equal, sooner.params.result(), load_model(random=CONFIG, seed=3, scale=0.5).params)
+    assert sooner.params.begun <= sooner.params.ended
+
+
+def test_what_another_process_lowers_is_what_is_lowered_here() -> None:
+    """Programs are text before they are compiled, so they can be compared without compiling."""
+    tiny = shapes(CONFIG.replace(num_layers=1, sliding_windows=(0,)))
+    pool = LoweringPool(1)
+    try:
+        futures = {key: pool.submit(key, tiny) for key in (("reset", 8, 1), ("decode", 2, 1))}
+        unknown = dataclasses.replace(tiny, config=tiny.config.replace(family="mistral"))
+        broken = pool.submit(("decode", 3, -1), unknown)
+        model = get_model("llama")
+        for key, future in futures.items():
+            theirs = lower_exported(future.result(), key, model, tiny)
+            ours = lower_exported(export(key, model, tiny, "cpu"), key, model, tiny)
+            assert theirs.as_text() == ours.as_text()
+            assert (
+                theirs.as_text().count("tf.aliasing_output") >= lower(key, model, tiny).as_text().count("tf.aliasing_output") > 0
+            )
+        with pytest.raises(LoweringFailed):
+            broken.result()
+        assert pool.submit(("reset", 8, 1), tiny).result().fun_name == "reset_rows"  # a failed task costs only itself
+        pool._processes[0].kill()
+        with pytest.raises(LoweringFailed, match="the process that lowers ended"):
+            pool.submit(("reset", 8, 1), tiny).result()
+    finally:
+        pool.close()
+    assert all(process.poll() is not None for process in pool._processes)
+
+
+def test_processes_that_fail_cost_only_time(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(startup, "useful_workers", lambda programs, cores: 2)
+    monkeypatch.setattr(compile_pool, "_CODE", "raise SystemExit(1)  # {path} {handle}")
+    engine = Engine(CONFIG, random_params(CONFIG), None, EngineConfig(**OPTIONS))
+    assert caplog.text.count("is lowered again in this process") == len(engine.programs) == 3
+
+
+def test_processes_are_started_only_for_the_device_they_can_lower_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert useful_workers(12, 64) == 0  # on a CPU
+    for capability, cores, workers in (("9.0", 16, 8), ("9.0", 4, 0), ("10.0", 16, 0), ("8.0", 16, 0)):
+        device = type("Device", (), {"platform": "gpu", "compute_capability": capability})()
+        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
+        assert useful_workers(12, cores) == workers
+    assert useful_workers(0, 64) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [("decode", 16, 1), ("decode", 16, 8), ("extend", 2048, 1)])
+def test_another_process_lowers_for_the_card(key: tuple[str, int, int]) -> None:
+    config = preset_config("llama-8b").replace(num_layers=2, sliding_windows=(0, 0))
+    sizes = shapes(config, max_context=4096, max_sequences=16, max_tokens_per_step=2048, row_buckets=(16,), token_buckets=(2048,))
+    exported = pickle.loads(pickle.dumps(_export(key, sizes, Target("cuda", "NVIDIA H200", 132, {}))))
+    kernels = exported.mlir_module().count("mosaic_gpu_v2")
+    assert kernels > 0 or key[0] == "extend"
+    assert "sdy." not in exported.mlir_module()
+    arguments = step_function(key, get_model("llama"), sizes)[1]
+    here = jax.jit(exported.call, donate_argnums=(1, 3)).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert here.count("mosaic_gpu_v2") == kernels
+    assert "tf.aliasing_output" in here
+
+
+def test_kernels_are_compared_once_for_each_device_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmjax.engine.compile_store import ProgramStore
+    from llmjax.telemetry.startup import Timeline
+
+    calls: list[int] = []
+
+    def wrong() -> None:
+        calls.append(1)
+        raise BackendError("dense is wrong")
+
+    monkeypatch.setattr(startup, "check_kernels", wrong)
+    for _ in range(2):  # what was wrong is looked at again
+        with pytest.raises(BackendError):
+            startup._check_kernels(ProgramStore(tmp_path), Timeline(), None)
+    monkeypatch.setattr(startup, "check_kernels", lambda: calls.append(2))
+    for _ in range(2):
+        startup._check_kernels(ProgramStore(tmp_path), Timeline(), None)
+    startup._check_kernels(None, Timeline(), None)
+    assert calls == [1, 1, 2, 2]
+
+
+@pytest.mark.slow
+def test_b79_a_second_process_takes_everything_from_the_store(tmp_path: Path) -> None:
+    import json
+
+    command = [
+        sys.executable,
+        "-m",
+        "bench.startup",
+        "--preset",
+        "tiny",
+        "--platform",
+        "cpu",
+        "--rows",
+        "2",
+        "--max-context",
+        "64",
+    ]
+    out = tmp_path / "rows.json"
+    subprocess.run([*command, "--warm", "1", "--json", str(out)], check=True, capture_output=True, env=dict(os.environ))
+    cold, warm = json.loads(out.read_text())["rows"]
+    assert (cold["from_store"], cold["lowered"]) == (0, cold["programs"])
+    assert (warm["from_store"], warm["lowered"]) == (warm["programs"], 0)
+    assert "lower" not in warm["phases"]
+    assert warm["pages"] == cold["pages"]
