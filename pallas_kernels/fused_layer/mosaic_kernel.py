@@ -23,8 +23,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.fused_layer.mosaic import MEETINGS, SLOTS, STEP, TOKENS, Config, Phase
 
@@ -291,6 +289,7 @@ def _store(plan: _Plan, ref: Any, value: Array, layout: Any = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def store(_: Any, target: Any, rows: Any) -> None:
+        arith = mgpu_utils.arith
         first = arith.muli(arith.andi(mgpu_utils.warp_idx(sync=False), _i32(3)), _i32(16))
         with mgpu_utils.when(arith.cmpi(arith.CmpIPredicate.slt, first, _i32(plan.tokens))):
             rows.store_untiled(target, optimized=False)
@@ -299,7 +298,7 @@ def _store(plan: _Plan, ref: Any, value: Array, layout: Any = plgpu.Layout.WGMMA
 
 
 def _i32(value: int) -> Any:
-    return mgpu_utils.c(value, ir.IntegerType.get_signless(32))
+    return mgpu_utils.c(value, mgpu_utils.ir.IntegerType.get_signless(32))
 
 
 def _add_to_stream(
