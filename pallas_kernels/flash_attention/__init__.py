@@ -54,8 +54,8 @@ def flash_attention(
     never reaches another.
 
     Args:
-        query_starts, key_starts: nondecreasing, from 0; None is one row of everything. With fewer keys than queries a row is
-            not defined.
+        query_starts, key_starts: nondecreasing, from 0; None is one row of everything. In a row with fewer keys than queries
+            the first queries stand in front of its first key.
         causal: a query sees no key behind its own position.
         scale: None takes 1 / sqrt(H). Static.
         window: a query at position p sees keys p - window + 1 .. p, and without `causal` also p + 1 .. p + window - 1; 0 sees

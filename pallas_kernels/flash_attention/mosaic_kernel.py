@@ -247,11 +247,11 @@ class _Warpgroup:
             scores = (LOG2E * self.soft_cap) - (2 * LOG2E * self.soft_cap) / (power + 1.0)
         else:
             scores = scores * factor
-        shifts = []
         if "slopes" in rows:
+            # Slope times column would be the same in every block, so the compiler would keep it, and spill.
             column = plgpu.broadcasted_iota(jnp.int32, (plan.keys,), 0, layout=_COLUMNS).astype(jnp.float32)
-            scores = scores + _across(rows["slopes"], shape) * lax.broadcast_in_dim(column, shape, [1])
-            shifts.append(rows["slopes"] * (start - rows["position"]).astype(jnp.float32))
+            distance = _across((start - rows["position"]).astype(jnp.float32), shape) + lax.broadcast_in_dim(column, shape, [1])
+            scores = scores + _across(rows["slopes"], shape) * distance
         if "far" in rows and masked:
             position = unit.position + self.warpgroup * plan.tokens
             place = lax.max(plan.strip_start - (position - start), jnp.int32(0))
@@ -259,8 +259,8 @@ class _Warpgroup:
             window = self.inputs["strips"].at[odd, unit.group, :, pl.ds(place - odd, plan.keys)]
             scores = scores + plgpu.load(window, layout=plgpu.Layout.WGMMA, optimized=False)
         elif "far" in rows:
-            shifts.append(rows["far"])
-        return scores, 1.0, functools.reduce(jnp.add, shifts) if shifts else None
+            return scores, 1.0, rows["far"]
+        return scores, 1.0, None
 
     def _visible(self, unit: Unit, position: Array, start: Array, shape: tuple[int, int]) -> Array:
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)

@@ -121,5 +121,6 @@ CASES = (
         name="everything", **_SMALL, rows=_RAGGED, masks=4, alibi=True, bias_width=9, soft_cap=2.0, window=50, padded_tokens=1,
     ),
     Case(name="bfloat16", num_heads=8, num_kv_heads=2, head_dim=64, rows=((150, 150), (70, 5)), dtype="bfloat16"),
+    Case(name="more queries than keys", **_SMALL, rows=((3, 70), (40, 90), (30, 30))),
     Case(name="one key", **_SMALL, rows=((1, 1),)),
 )  # fmt: skip

@@ -1,10 +1,13 @@
 """The Mosaic kernel lowered for an H200 on a machine without one: layouts, copies, wgmma and shared memory of what is served."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from pallas_kernels import tuning
 from pallas_kernels.flash_attention import flash_attention, mosaic
 from pallas_kernels.flash_attention.mosaic import Config, Shape
 from pallas_kernels.paged_attention import paged_attention
@@ -114,3 +117,23 @@ def test_gradients_lower_behind_the_kernel():
         return flash_attention(q, k, v, implementation="mosaic").astype(jnp.float32).sum()
 
     assert "mosaic_gpu" in lower(jax.grad(total, argnums=(0, 1, 2)), q, kv, kv)
+
+
+def test_a_prefill_takes_the_kernel_that_the_table_names(monkeypatch, tmp_path):
+    """As the model calls it, without a name; also for fewer tokens, rows and a shorter context than were tuned."""
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    tuned = Shape(2048, 64, *LLAMA_8B, 16, 8192, 1, 0)
+    entry = {
+        "key": tuned._asdict(), "implementation": "flash", "config": Config(64, 2, 2, 4)._asdict(), "microseconds": 1.0,
+        "xla_microseconds": 2.0, "bytes_per_second": 1e12, "date": "2026-01-01", "command": "test",
+    }  # fmt: skip
+    tuning.save(tuning.path_of("NVIDIA H200"), "NVIDIA H200", {"paged_attention": [entry]})
+    pool = array(600, 8, 16, 128, dtype=jnp.bfloat16)
+
+    def extend(q, *operands, max_queries=0):
+        return paged_attention(*(q, *operands), page_offset=0, scale=0.1, decode=False, max_queries=max_queries)
+
+    operands = array(512, 32, 128, dtype=jnp.bfloat16), pool, pool, array(8, 256), array(8), array(9)
+    assert "mosaic_gpu" in lower(extend, *operands)
+    assert "mosaic_gpu" not in lower(functools.partial(extend, max_queries=4), *operands)
+    tuning.load.cache_clear()

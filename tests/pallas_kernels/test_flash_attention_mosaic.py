@@ -35,6 +35,7 @@ BIASES = dataclasses.replace(
     RAGGED, name="both biases", num_heads=2, num_kv_heads=2, rows=((5, 5), (130, 9)), alibi=True, bias_width=21
 )
 BOTH_WAYS = dataclasses.replace(RAGGED, name="both directions", rows=((70, 7), (30, 30)), causal=False, window=90)
+SHORT = dataclasses.replace(RAGGED, name="more queries than keys", rows=((3, 40), (20, 5)))
 
 
 def run(case, inputs, config):
@@ -68,6 +69,7 @@ def rounded(inputs):
         (WINDOW, Config(keys=64, stages=3, q_stages=1, heads=2)),
         (BIASES, Config(keys=64, stages=2, q_stages=2, heads=1)),
         (BOTH_WAYS, Config(keys=64, stages=2, q_stages=1, heads=4)),
+        pytest.param(SHORT, Config(keys=64, stages=2, q_stages=2, heads=4), marks=pytest.mark.slow, id="short"),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else "-".join(map(str, value)),
 )

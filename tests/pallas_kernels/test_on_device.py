@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from jax import lax
 
+from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.flash_attention import shapes as flash_shapes
 from pallas_kernels.fused_layer import MEETINGS, LayerParams, NextParams, fused_layer
 from pallas_kernels.paged_attention import mosaic as attention_mosaic
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.shapes import Case, make_inputs
+from pallas_kernels.paged_attention import shapes as paged_shapes
 from pallas_kernels.rope_kv_write import mosaic as rope_mosaic
 from pallas_kernels.rope_kv_write import rope_kv_write
+from pallas_kernels.smoke import TOLERANCE, worst_error
 
 pytestmark = pytest.mark.gpu
 
@@ -126,13 +129,84 @@ def test_every_cut_of_rotation_and_cache_write(heads, kv_heads, head_dim, norm, 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(12, 2), (14, 2), (3, 3)])
 def test_attention_of_fewer_heads_than_a_copy_brings(heads, kv_heads, splits):
     """The copy engine fills up what lies beyond the last head, and reads nothing of the next token, which may be padding: NaN."""
-    case = Case(
+    case = paged_shapes.Case(
         name="few heads", num_heads=heads, num_kv_heads=kv_heads, head_dim=128, page_size=16, decode=True,
         rows=tuple((length, min(length, 1)) for length in (300, 0, 17, 1, 64, 0)),
     )  # fmt: skip
-    inputs, offset = make_inputs(case)
+    inputs, offset = paged_shapes.make_inputs(case)
     args = [jnp.asarray(a, jnp.bfloat16) for a in inputs[:3]] + [jnp.asarray(a) for a in inputs[3:]]
     options = {"page_offset": jnp.int32(offset), "scale": case.scale, "decode": True}
     expected = paged_attention(*args, **options, implementation="xla").astype(jnp.float32)
     got = attention_mosaic.paged_attention(*args, **options, config=attention_mosaic.Config(1, 64, 2, splits))
     np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=0, atol=2e-2)
+
+
+HEADS = {
+    "GQA 128": (32, 8, 128), "MQA 64": (8, 1, 64), "MHA 80": (4, 4, 80), "GQA 96": (12, 2, 96), "GQA 192": (8, 2, 192),
+    "GQA 256": (16, 8, 256),
+}  # fmt: skip
+MANY = ((1500, 1500), (0, 0), (2000, 129), (1, 1), (900, 1), (333, 333), (700, 64))
+
+
+def seed():
+    return int(np.random.SeedSequence().generate_state(1)[0])
+
+
+def right_and_repeatable(run, operands, expected):
+    """To rounding, and to the bit the same every time: two warpgroups and many CTAs share what they read."""
+    got = run(*operands)
+    assert float(worst_error(got, expected)) <= TOLERANCE
+    for _ in range(50):
+        assert all((a == b).all() for a, b in zip(jax.tree.leaves(run(*operands)), jax.tree.leaves(got), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        *((heads, {}) for heads in HEADS),
+        *((heads, {"window": 200}) for heads in ("GQA 128", "GQA 256")),
+        ("GQA 128", {"causal": False}),
+        ("GQA 128", {"alibi": True, "soft_cap": 5.0}),
+        ("GQA 128", {"bias_width": 128}),
+    ],
+)
+def test_flash_attention_of_ragged_rows(heads, options):
+    num_heads, num_kv_heads, head_dim = HEADS[heads]
+    case = flash_shapes.Case(
+        name="", num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rows=MANY, padded_tokens=5, padded_keys=7,
+        **options,
+    )  # fmt: skip
+    inputs, biases = flash_shapes.make_inputs(case, seed=seed()), flash_shapes.make_biases(case)
+    operands = [*(jnp.asarray(x, jnp.bfloat16) for x in inputs[:3]), *map(jnp.asarray, inputs[3:])]
+    biases = {name: jnp.asarray(x) for name, x in biases.items()}
+    attend = functools.partial(flash_attention, **case.options, **biases, return_lse=True)
+    wide = [x.astype(jnp.float32) for x in operands[:3]] + operands[3:]
+    out, lse = jax.jit(functools.partial(attend, implementation="xla"))(*wide)
+    owned = jnp.arange(len(lse)) < inputs.query_starts[-1]
+    lse = jnp.where(owned[:, None], lse, 0)
+
+    @jax.jit
+    def run(*operands):
+        got_out, got_lse = attend(*operands, implementation="mosaic")
+        return got_out, jnp.where(owned[:, None], got_lse, 0)
+
+    right_and_repeatable(run, operands, (out, lse))
+
+
+@pytest.mark.parametrize(
+    ("heads", "page", "window"),
+    [*((heads, 16, 0) for heads in HEADS), ("GQA 128", 32, 0), ("GQA 128", 64, 0), ("GQA 128", 16, 200), ("GQA 256", 64, 200)],
+)
+def test_flash_attention_over_pages(heads, page, window):
+    """Prompts, chunks on a prefix and decoding rows in one call; NaN in what no row owns."""
+    num_heads, num_kv_heads, head_dim = HEADS[heads]
+    case = paged_shapes.Case(
+        name="", num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page, rows=MANY, padded_tokens=5,
+        layers=2, layer=1, window=window,
+    )  # fmt: skip
+    inputs, offset = paged_shapes.make_inputs(case, seed=seed())
+    operands = [*(jnp.asarray(x, jnp.bfloat16) for x in inputs[:3]), *map(jnp.asarray, inputs[3:])]
+    attend = functools.partial(paged_attention, page_offset=offset, scale=case.scale, window=window, decode=False)
+    wide = [x.astype(jnp.float32) for x in operands[:3]] + operands[3:]
+    expected = jax.jit(functools.partial(attend, implementation="xla"))(*wide)
+    right_and_repeatable(jax.jit(functools.partial(attend, implementation="flash")), operands, expected)
