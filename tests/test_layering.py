@@ -30,7 +30,7 @@ HOST_ONLY = [
     "llmjax/scheduling", "llmjax/telemetry", "llmjax/server", "llmjax/pipeline",
     "llmjax/model/config.py", "llmjax/model/hf_config.py", "llmjax/model/hf_rope.py", "llmjax/model/config_fields.py",
     "llmjax/model/param_spec.py", "llmjax/model/checkpoint/gguf_file.py",
-    "llmjax/engine/config.py", "llmjax/engine/outputs.py", "llmjax/engine/output_processor.py",
+    "llmjax/engine/config.py", "llmjax/engine/outputs.py", "llmjax/engine/output_processor.py", "llmjax/engine/engine_trace.py",
     "llmjax/engine/tokenizer.py", "llmjax/engine/hf_tokenizer.py", "llmjax/engine/gguf_tokenizer.py",
     "llmjax/engine/token_pieces.py", "llmjax/engine/chat_template.py", "llmjax/engine/detokenizer.py",
     "llmjax/engine/stop_strings.py", "llmjax/engine/text_output.py",

@@ -34,8 +34,8 @@ from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.request import Request, ScheduledBatch, StepOutput
 from llmjax.scheduling.scheduler import Scheduler
 from llmjax.telemetry.metrics import EngineMetrics
-from llmjax.telemetry.startup import Timeline as StartupTimeline
-from llmjax.telemetry.timings import Timeline
+from llmjax.telemetry.startup import Timeline
+from llmjax.telemetry.timings import RequestTimeline
 
 log = logging.getLogger(__name__)
 
@@ -97,9 +97,9 @@ class Engine:
         engine_config: EngineConfig,
         *,
         eos_ids: Sequence[int] = (),
-        startup: StartupTimeline | None = None,
+        startup: Timeline | None = None,
     ) -> None:
-        self.startup = startup if startup is not None else StartupTimeline()
+        self.startup = startup if startup is not None else Timeline()
         if engine_config.compile_cache is not None:
             use_compile_cache(engine_config.compile_cache)
         self.tokenizer = tokenizer
@@ -205,7 +205,7 @@ class Engine:
             )
             for choice in range(params.n)
         ]
-        live = LiveRequest(request_id, prompt, ids, requests, self.tokenizer, Timeline(arrival_ns))
+        live = LiveRequest(request_id, prompt, ids, requests, self.tokenizer, RequestTimeline(arrival_ns))
         try:
             for request in requests:
                 self.scheduler.add(request)
@@ -305,7 +305,7 @@ class Engine:
         for request in batch.preempted:
             self._owners[request].timeline.left_row(scheduled_ns)
         made_ns = time.monotonic_ns()
-        new: list[Timeline] = []
+        new: list[RequestTimeline] = []
         if batch.kind == "extend":
             new = [self._owners[row.request].timeline for row in batch.rows if row.is_new]
             self.stats.prompt_tokens_computed += sum(len(row.token_ids) for row in batch.rows)

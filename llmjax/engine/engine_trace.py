@@ -6,7 +6,7 @@ import dataclasses
 
 from llmjax.engine.outputs import RequestOutput
 from llmjax.scheduling.request import ScheduledBatch
-from llmjax.telemetry.timings import Timeline
+from llmjax.telemetry.timings import RequestTimeline
 from llmjax.telemetry.trace import ProcessTrace, TraceWriter
 
 
@@ -41,7 +41,7 @@ class EngineTrace:
         self._process.span("host", "wait", waits_ns, read_ns, step=batch.step_id)
         self._process.span("host", "update", read_ns, now_ns, step=batch.step_id)
 
-    def finished(self, timeline: Timeline, last: RequestOutput, *, lane: str, reason: str) -> None:
+    def finished(self, timeline: RequestTimeline, last: RequestOutput, *, lane: str, reason: str) -> None:
         """A request has ended."""
         assert last.timings is not None
         facts = {"lane": lane, "finish_reason": reason, **dataclasses.asdict(last.timings)}

@@ -9,7 +9,7 @@ from llmjax.engine.text_output import ChoiceText, token_text
 from llmjax.engine.tokenizer import Tokenizer
 from llmjax.scheduling.request import FinishReason, Request, StepOutput
 from llmjax.scheduling.results import RequestUpdate
-from llmjax.telemetry.timings import Timeline, Timings
+from llmjax.telemetry.timings import RequestTimeline, Timings
 
 NON_FINITE = (
     "the model's logits were NaN or infinite for this request; with float16 use bfloat16 or float32, else check the weights"
@@ -26,7 +26,7 @@ class LiveRequest:
         prompt_ids: list[int],
         requests: list[Request],
         tokenizer: Tokenizer | None,
-        timeline: Timeline,
+        timeline: RequestTimeline,
     ) -> None:
         self.request_id = request_id
         self.timeline = timeline

@@ -85,7 +85,7 @@ class Timings:
         return (self.last_token_ns - self.first_token_ns) * 1e-9 / later
 
 
-class Timeline:
+class RequestTimeline:
     """A request's life while it goes on: which segment it is in, and how long it has been in each.
 
     A prompt with n choices is one request here. It waits while no unfinished choice has a row.

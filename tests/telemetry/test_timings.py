@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmjax.telemetry.metrics import EngineMetrics
-from llmjax.telemetry.timings import SEGMENTS, Timeline, Timings
+from llmjax.telemetry.timings import SEGMENTS, RequestTimeline, Timings
 
 NONE = {"prompt_tokens": 0, "cached_tokens": 0, "output_tokens": 0, "preemptions": 0, "chunks": 0, "steps": 0}
 MS = 1_000_000
 
 
 def test_the_segments_of_a_plain_life() -> None:
-    timeline = Timeline(5)
+    timeline = RequestTimeline(5)
     timeline.enqueued(8)
     timeline.scheduled(20)
     timeline.dispatched(21)
@@ -29,7 +29,7 @@ def test_the_segments_of_a_plain_life() -> None:
 
 
 def test_time_without_a_row_is_queue_time() -> None:
-    timeline = Timeline(0)
+    timeline = RequestTimeline(0)
     timeline.enqueued(0)
     timeline.scheduled(10)
     timeline.dispatched(12)
@@ -43,7 +43,7 @@ def test_time_without_a_row_is_queue_time() -> None:
 
 
 def test_a_prompt_with_several_choices_waits_only_while_none_has_a_row() -> None:
-    timeline = Timeline(0)
+    timeline = RequestTimeline(0)
     timeline.enqueued(0)
     timeline.scheduled(10), timeline.dispatched(10)
     timeline.scheduled(20), timeline.dispatched(20)
@@ -61,7 +61,7 @@ def test_the_segments_sum_to_the_whole_to_the_nanosecond(marks: list[int], preem
     """Floats would not: two marks of an hour-old clock do not subtract exactly."""
     marks = sorted(marks)
     arrival, last = marks[0], marks[-1]
-    timeline = Timeline(arrival)
+    timeline = RequestTimeline(arrival)
     calls = [timeline.enqueued, timeline.scheduled, timeline.dispatched]
     if preempted:
         calls += [timeline.left_row, timeline.scheduled, timeline.dispatched]
@@ -86,7 +86,7 @@ def finished(**changes: object) -> Timings:
 
 def test_b80_the_time_to_the_first_token_is_not_mixed_into_the_others() -> None:
     """One second to the first token, then nineteen more at 10 ms."""
-    timeline = Timeline(0)
+    timeline = RequestTimeline(0)
     timeline.enqueued(0)
     for index in range(20):
         timeline.tokens(1, (1000 + 10 * index) * MS)
@@ -98,7 +98,7 @@ def test_b80_the_time_to_the_first_token_is_not_mixed_into_the_others() -> None:
 
 def test_b81_tokens_that_come_together_are_counted_as_tokens() -> None:
     """Three tokens at one second (two choices at once, say), then one each 10 ms: later tokens share the later time."""
-    timeline = Timeline(0)
+    timeline = RequestTimeline(0)
     timeline.enqueued(0)
     timeline.tokens(1, 1000 * MS), timeline.tokens(2, 1000 * MS)
     for index in range(1, 5):
