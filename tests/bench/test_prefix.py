@@ -17,12 +17,12 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     loaded = LoadedModel(config=config, params=random_params(config), path=None, kind="random", eos_token_ids=())
     monkeypatch.setattr(prefix, "load_model", lambda **options: loaded)
     out = tmp_path / "out.json"
-    sizes = {"--requests": 5, "--shared": 40, "--own": 6, "--output": 3, "--tokens-per-step": 48, "--prefill-chunk": 46}
+    sizes = {"--requests": 5, "--shared": 40, "--own": 6, "--output": 3, "--tokens-per-step": 16, "--prefill-chunk": 16}
     prefix.main([str(part) for pair in sizes.items() for part in pair] + ["--json", str(out)])
     rows = {row["run"]: row for row in json.loads(out.read_text())["rows"]}
     assert set(rows) == {"off", "cold", "warm"}
     assert all(row["equal_outputs"] == 5 for row in rows.values())
-    # Pages of 16: 32 of 46 tokens are found. A launch holds one cold prompt; the second is launched before the first is read.
+    # Pages of 16: 32 of 46 tokens are found. The first prompt takes three launches; the second begins with the last of these.
     assert rows["off"]["hit_rate"] == 0
     assert rows["warm"]["hit_rate"] == pytest.approx(5 * 32 / (5 * 46), abs=1e-4)
     assert 0 < rows["cold"]["hit_rate"] < rows["warm"]["hit_rate"]
