@@ -17,6 +17,7 @@ from pallas_kernels.kv_write import write_kv
 from pallas_kernels.matmul import dense
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.shapes import RAGGED_DECODE, RAGGED_EXTEND, make_inputs
+from pallas_kernels.rope_kv_write import rope_kv_write
 
 ROUNDING = {"float32": 2e-7, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
@@ -125,6 +126,9 @@ X, ROW, CACHE, SLOTS = jnp.zeros((2, 2)), jnp.zeros(2), jnp.zeros((2, 1, 4, 2)),
         lambda name: gated(X, implementation=name),
         lambda name: dense(X, X, implementation=name),
         lambda name: write_kv(CACHE, CACHE, CACHE[:, :, 0], CACHE[:, :, 0], SLOTS, SLOTS, implementation=name),
+        lambda name: rope_kv_write(
+            jnp.zeros((2, 6)), CACHE, CACHE, X[:, :1], X[:, :1], SLOTS, SLOTS, page_offset=0, eps=1e-5, implementation=name
+        ),
         lambda name: paged_attention(
             CACHE[:, :, 0],
             CACHE,
@@ -138,7 +142,7 @@ X, ROW, CACHE, SLOTS = jnp.zeros((2, 2)), jnp.zeros(2), jnp.zeros((2, 1, 4, 2)),
             implementation=name,
         ),
     ],
-    ids=["rms_norm", "residual_rms_norm", "gated", "dense", "write_kv", "paged_attention"],
+    ids=["rms_norm", "residual_rms_norm", "gated", "dense", "write_kv", "rope_kv_write", "paged_attention"],
 )
 def test_every_operation_takes_an_implementation_by_name(call):
     call("xla")
@@ -163,6 +167,8 @@ def test_signatures_tell_the_truth_about_shapes():
     checked(gated)(x, "silu")
     checked(dense)(x, draw(2, 5, 6), draw(3, 5), out_dtype="float32")
     checked(write_kv)(CACHE, CACHE, CACHE[:, :, 0], CACHE[:, :, 0], SLOTS, SLOTS)
+    rotated = functools.partial(checked(rope_kv_write), page_offset=jnp.int32(0), eps=1e-5)
+    rotated(jnp.zeros((3, 10)), CACHE, CACHE, X[:, :1], X[:, :1], SLOTS, SLOTS, ROW, ROW)
     for case in (RAGGED_DECODE, RAGGED_EXTEND):
         inputs, offset = make_inputs(case)
         attention = functools.partial(checked(paged_attention), page_offset=offset, scale=1.0, decode=case.decode)
