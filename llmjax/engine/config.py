@@ -35,6 +35,8 @@ class EngineConfig:
             the chunk size; decoding rows never join it, and decode in one row bucket, always `decode_steps` steps. A request
             is admitted only when the pool holds all of its full length, so that none is preempted. Costs throughput while
             prompts come in, and pages. (It rests on kernels whose result for a row does not depend on the other rows.)
+        reserve_full_length: admit a request only when the pool holds all of its full length, so that none is preempted: what
+            engines without paging do, and the baseline that paging is measured against.
     """
 
     max_context: int | None = None
@@ -50,6 +52,7 @@ class EngineConfig:
     seed: int | None = None
     compile_cache: str | None = None
     deterministic: bool = False
+    reserve_full_length: bool = False
 
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:

@@ -25,7 +25,7 @@ from llmjax.engine.runner import ModelRunner, PendingStep, Program, on_device
 from llmjax.engine.sample import MAX_STOPS
 from llmjax.engine.self_check import check_finite
 from llmjax.engine.tokenizer import Tokenizer
-from llmjax.errors import ContextLengthError, EngineError, RequestError
+from llmjax.errors import ConfigError, ContextLengthError, EngineError, RequestError
 from llmjax.model.registry import DecoderConfig, get_model
 from llmjax.sampling_params import SamplingParams
 from llmjax.scheduling.page_pool import PagePool
@@ -34,6 +34,7 @@ from llmjax.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
+POLICIES = ("reserve_full_length",)  # fields of the config that no program is compiled for
 LAUNCHES_AHEAD = 1  # launches dispatched beyond the one whose result is read next
 
 
@@ -291,6 +292,19 @@ class Engine:
     def programs(self) -> list[Program]:
         """Every compiled program of this engine."""
         return self.runner.programs
+
+    def set_policy(self, **policy: Any) -> None:
+        """Schedule by other rules from now on (`POLICIES`), with the same programs, buckets and pages.
+
+        Raises `EngineError` while something runs, `ConfigError` for any other field of `EngineConfig`.
+        """
+        for name in policy:
+            if name not in POLICIES:
+                raise ConfigError(f"{name} cannot be changed in a running engine, only {', '.join(POLICIES)}: build a new engine")
+        if self.has_unfinished:
+            raise EngineError("the policy can be changed only while nothing runs: call step until has_unfinished is False")
+        self.config = dataclasses.replace(self.config, **policy)
+        self.scheduler = Scheduler(self.config, self.pool)
 
     def update_params(self, params: Any) -> None:
         """Swap the weights between two steps, e.g. after a training update. Same tree, shapes and dtypes; they are

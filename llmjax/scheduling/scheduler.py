@@ -63,6 +63,10 @@ class SchedulerConfig(Protocol):
     def deterministic(self) -> bool:
         """Whether the launches of a request must not depend on other requests."""
 
+    @property
+    def reserve_full_length(self) -> bool:
+        """Whether a request is admitted only when the pool holds all of its full length (as in a deterministic engine)."""
+
 
 class Scheduler:
     """Continuous batching, decided anew for every launch."""
@@ -95,6 +99,17 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests with a row."""
         return len(self._running)
+
+    @property
+    def num_reserved_pages(self) -> int:
+        """Pages nobody else may have: those in use, and with full lengths reserved also those running rows will grow into."""
+        if not self._reserves:
+            return self._pool.num_used
+        return self._pool.num_used + sum(self._full_length(r) - len(r.pages) for r in self._running)
+
+    @property
+    def _reserves(self) -> bool:
+        return self._config.deterministic or self._config.reserve_full_length
 
     # Requests come and go
 
@@ -238,7 +253,7 @@ class Scheduler:
 
     def _can_admit(self, promised: int = 0) -> bool:
         """Whether a row is free and the pool, less `promised` pages, holds the head of the queue with its reserve (see
-        "No ping-pong" above; in a deterministic engine every row's full length)."""
+        "No ping-pong" above; where full lengths are reserved, every row's)."""
         if not self._waiting or not self._free_rows:
             return False
         free = self._pool.num_free - promised
@@ -247,7 +262,7 @@ class Scheduler:
         if known > free:
             return False
         growth = [self._full_length(r) - len(r.pages) for r in self._running] + [self._full_length(head) - known]
-        if not self._config.deterministic:
+        if not self._reserves:
             per_row = 1 + head.num_preemptions
             growth = [min(per_row, pages) for pages in growth]
         return known + sum(growth) <= free
