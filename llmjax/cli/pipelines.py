@@ -194,7 +194,11 @@ def _show_result(pipeline: Pipeline, result: RunResult) -> None:
     table(columns if any(row[-1] for row in rows) else columns[:-1], rows)
     for stage in result.stages:
         if stage.summary and pipeline.stage(stage.name).kind.gives in ("files", "report"):
-            table(("stage", *stage.summary), [(stage.name, *map(str, stage.summary.values()))])
+            figures = {name: value for name, value in stage.summary.items() if not isinstance(value, list)}
+            for lines in stage.summary.values():
+                if isinstance(lines, list) and lines:
+                    table(tuple(lines[0]), [tuple(map(str, line.values())) for line in lines])
+            table(("stage", *figures), [(stage.name, *map(str, figures.values()))])
 
 
 @contextlib.contextmanager

@@ -116,6 +116,7 @@ class _Run:
         self._progress = progress
         self._held: collections.deque[tuple[TrafficRequest, Record]] = collections.deque()  # came, not sent
         self._live: dict[str, Record] = {}
+        self._stopped: dict[str, Record] = {}  # by their clients, when they had enough; the last event is still to come
         self._next = 0
         self._done = 0
         self._every = 1  # of the target's states, so many are passed over for one that is kept
@@ -182,7 +183,9 @@ class _Run:
     def _take(self, event: TokenEvent) -> None:
         record = self._live.get(event.request_id)
         if record is None:
-            return  # stopped by its client
+            if event.finish_reason is not None and event.request_id in self._stopped:
+                self._stopped.pop(event.request_id).queue_seconds = event.queue_seconds
+            return
         if tokens := min(event.tokens, record.wanted - record.output_tokens):
             record.times.append(event.time)
             record.counts.append(tokens)
@@ -194,7 +197,7 @@ class _Run:
             failed = event.finish_reason not in COMPLETE
             self._end(record, event.time, f"{event.finish_reason}: {event.error or 'no reason told'}" if failed else "")
         elif record.output_tokens >= record.wanted:
-            del self._live[event.request_id]
+            self._stopped[event.request_id] = self._live.pop(event.request_id)
             self._target.abort(event.request_id)
             self._end(record, event.time, "")
 

@@ -140,7 +140,9 @@ def _traffic_line(line: str, at: str, default: int, max_tokens: int | None) -> T
     for name, number in (("output_tokens", tokens), ("max_tokens", most)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise StoreError(f"{at}: expected a whole number of at least 1 as '{name}', got {number!r:.40}")
-    return TrafficRequest(prompt, tokens, max(tokens, most or max_tokens or 0), arrival=None if arrival is None else float(arrival))
+    return TrafficRequest(
+        prompt, tokens, max(tokens, most or max_tokens or 0), arrival=None if arrival is None else float(arrival)
+    )
 
 
 def _is_ids(prompt: Any) -> bool:
