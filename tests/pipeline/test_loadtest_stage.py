@@ -261,9 +261,10 @@ def test_simulated_time_is_all_that_passes(llm: SimulatedLLM, write: Write) -> N
     assert first == second
 
 
+@pytest.mark.slow
 def test_a_tiny_model_end_to_end(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real engine: every baseline answers all requests on the programs that were compiled once."""
-    config = CONFIGS["llama-mqa-rope"]  # and the sizes of tests/engine/test_multi_step.py, whose programs the cache then has
+    config = CONFIGS["llama-mqa-rope"]  # and the sizes of tests/engine/test_multi_step.py: one compile for both
     llm = LLM(
         params=random_params(config), config=config, max_context=64, page_size=16, max_sequences=4, max_tokens_per_step=64,
         decode_steps=4, row_buckets=(4,), token_buckets=(64,),
