@@ -53,6 +53,8 @@ class SimulatedEngine:
         self.config = EngineConfig(**options).resolved(gpu=False, model_max_context=4096)
         self.model_config = types.SimpleNamespace(num_tokens=100)
         self.pool = PagePool(num_pages, self.config.page_size)
+        self.stats = types.SimpleNamespace(num_pages=num_pages - 1)
+        self.runner = types.SimpleNamespace(compiles_after_ready=0)
         self.now = 100.0
         self.policies: list[dict[str, Any]] = []
         self.most_running = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmjax.errors import ConfigError, StoreError
-from llmjax.loadtest import arrivals
+from llmjax.loadtest import arrivals, baselines
 from llmjax.loadtest.arrivals import Load
 from llmjax.loadtest.measure import Distribution, ServiceLevels
 from llmjax.loadtest.page import render
@@ -36,7 +36,7 @@ def run_loadtest(llm: Any, context: StageContext[LoadtestSection]) -> Report:
     config, engine = context.config, llm.engine
     path = Path(config.report)
     _check_writable(path)
-    systems = make_systems(config, engine.config)
+    systems = baselines.systems(config.baselines, engine.config, static_batch=config.static_batch)
     first = _traffic(config, engine, variant=0)
     check_fits(first, engine.config.max_context)
     loads = make_loads(config, first)
@@ -68,31 +68,6 @@ def run_loadtest(llm: Any, context: StageContext[LoadtestSection]) -> Report:
     write_report(report, path)
     context.reporter.message("info", f"{context.name}: the report is {path}, its figures {path.with_suffix('.json')}")
     return report
-
-
-def make_systems(config: LoadtestSection, engine_config: Any) -> list[System]:
-    """The engine as it is, and the baselines asked for."""
-    ours = System("engine", "the engine as it is configured: each request is sent when it comes")
-    systems = [ours]
-    for name in config.baselines:
-        if name == "static":
-            about = f"static batches of up to {config.static_batch}: the next is sent when all of the one before have ended"
-            systems.append(System(name, about, batch=config.static_batch))
-        elif name == "whole_length":
-            about = "the pages of a request's full length (prompt and max_tokens) are reserved when it starts"
-            same = ours.name if engine_config.deterministic or engine_config.reserve_full_length else ""
-            systems.append(System(name, about, {"reserve_full_length": True}, same_as=same))
-        else:
-            systems.append(_first_come(name, ours.name, engine_config))
-    return systems
-
-
-def _first_come(name: str, ours: str, engine_config: Any) -> System:
-    lanes: Sequence[Any] = getattr(engine_config, "lanes", ())
-    if len(lanes) < 2:
-        return System(name, "the engine is first come, first served: the same policy", same_as=ours)
-    one = dataclasses.replace(lanes[-1], depth=None, timeout=None)
-    return System(name, "one lane: first come, first served, whatever the lengths", {"lanes": (one,)})
 
 
 def make_loads(config: LoadtestSection, requests: Sequence[TrafficRequest]) -> list[Load]:
