@@ -21,13 +21,14 @@ ALLOWED: dict[str, set[str]] = {
     "llmjax.scheduling": {"errors", "sampling_params", "telemetry"},
     "llmjax.model": {"errors", "telemetry"},
     "llmjax.engine": {"errors", "sampling_params", "telemetry", "scheduling", "model"},
+    "llmjax.loadtest": {"errors", "sampling_params", "telemetry", "engine"},
     "llmjax.server": {"errors", "sampling_params", "telemetry", "engine"},
-    "llmjax.pipeline": {"errors", "sampling_params", "telemetry", "engine", "server", "model"},
+    "llmjax.pipeline": {"errors", "sampling_params", "telemetry", "engine", "server", "model", "loadtest"},
     "llmjax.cli": {"errors", "sampling_params", "telemetry", "engine", "server", "model", "pipeline"},
 }
 HOST_ONLY = [
     "llmjax/__init__.py", "llmjax/errors.py", "llmjax/sampling_params.py", "llmjax/cli",
-    "llmjax/scheduling", "llmjax/telemetry", "llmjax/server", "llmjax/pipeline",
+    "llmjax/scheduling", "llmjax/telemetry", "llmjax/server", "llmjax/pipeline", "llmjax/loadtest",
     "llmjax/model/config.py", "llmjax/model/hf_config.py", "llmjax/model/hf_rope.py", "llmjax/model/config_fields.py",
     "llmjax/model/param_spec.py", "llmjax/model/checkpoint/gguf_file.py",
     "llmjax/engine/config.py", "llmjax/engine/outputs.py", "llmjax/engine/output_processor.py", "llmjax/engine/engine_trace.py",

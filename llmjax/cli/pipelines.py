@@ -48,7 +48,7 @@ def run(
     trace: Trace = None,
 ) -> None:
     """Run a pipeline."""
-    _run_pipeline(
+    run_pipeline(
         file, log=log, sets=sets or (), overlays=overlay or (), until=until, force=force or (), frozen=frozen, trace=trace
     )
 
@@ -157,10 +157,10 @@ def batch(
     }
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     values["stages.model.source.path"] = None if model is None else str(model)  # None takes the file's own path away
-    _run_pipeline("batch", log=log, sets=sets or (), values=values, trace=trace)
+    run_pipeline("batch", log=log, sets=sets or (), values=values, trace=trace)
 
 
-def _run_pipeline(
+def run_pipeline(
     file: str,
     *,
     log: LogForm | None,
@@ -172,6 +172,7 @@ def _run_pipeline(
     frozen: bool = False,
     trace: Path | None = None,
 ) -> None:
+    """Load and run a pipeline with progress on stderr and its result on stdout; exits with its code."""
     from llmjax.pipeline import load, make_reporter
     from llmjax.pipeline import run as run_stages
     from llmjax.telemetry.logs import configure_logging
@@ -201,7 +202,11 @@ def _show_result(pipeline: Pipeline, result: RunResult) -> None:
     table(columns if any(row[-1] for row in rows) else columns[:-1], rows)
     for stage in result.stages:
         if stage.summary and pipeline.stage(stage.name).kind.gives in ("files", "report"):
-            table(("stage", *stage.summary), [(stage.name, *map(str, stage.summary.values()))])
+            figures = {name: value for name, value in stage.summary.items() if not isinstance(value, list)}
+            for lines in stage.summary.values():
+                if isinstance(lines, list) and lines:
+                    table(tuple(lines[0]), [tuple(map(str, line.values())) for line in lines])
+            table(("stage", *figures), [(stage.name, *map(str, figures.values()))])
 
 
 @contextlib.contextmanager

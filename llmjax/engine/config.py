@@ -42,6 +42,8 @@ class EngineConfig:
             prompts come in, and pages. (It rests on kernels whose result for a row does not depend on the other rows.)
         prefix_cache: keep the pages of what was computed until their room is needed, and read them again for requests that
             begin with the same tokens (and have the same `cache_salt`). Results are those without it.
+        reserve_full_length: admit a request only when the pool holds all of its full length, so that none is preempted: what
+            engines without paging do, and the baseline that paging is measured against.
     """
 
     max_context: int | None = None
@@ -60,6 +62,7 @@ class EngineConfig:
     compile_cache: str | None = None
     deterministic: bool = False
     prefix_cache: bool = True
+    reserve_full_length: bool = False
 
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:

@@ -27,7 +27,7 @@ from llmjax.engine.runner import PendingStep
 from llmjax.engine.sample import MAX_STOPS
 from llmjax.engine.startup import start_runner
 from llmjax.engine.tokenizer import Tokenizer
-from llmjax.errors import ContextLengthError, EngineError, QueueFullError, RequestError
+from llmjax.errors import ConfigError, ContextLengthError, EngineError, QueueFullError, RequestError
 from llmjax.model.registry import DecoderConfig, get_model
 from llmjax.sampling_params import SamplingParams
 from llmjax.scheduling.page_pool import PagePool
@@ -39,6 +39,7 @@ from llmjax.telemetry.timings import RequestTimeline
 
 log = logging.getLogger(__name__)
 
+POLICIES = ("reserve_full_length", "lanes", "max_wait")  # fields of the config that no program is compiled for
 LAUNCHES_AHEAD = 1  # launches dispatched beyond the one whose result is read next
 
 
@@ -114,8 +115,7 @@ class Engine:
         self.scheduler = Scheduler(self.config, self.pool)
         self.stats = EngineStats(num_pages=num_pages - 1)
         self.trace: EngineTrace | None = None
-        self.metrics = EngineMetrics([lane.name for lane in self.config.lanes])
-        self.metrics.watch_waiting(lambda: self.scheduler.waiting_by_lane)
+        self.metrics = self._make_metrics()
         self._live: dict[str, LiveRequest] = {}
         self._owners: dict[Request, LiveRequest] = {}  # of each unfinished choice
         self._pending: collections.deque[PendingStep] = collections.deque()
@@ -411,6 +411,25 @@ class Engine:
         if more > 0:
             found.append(f"arrays of {more} bytes more are alive than when the engine became ready")
         return found
+
+    def set_policy(self, **policy: Any) -> None:
+        """Schedule by other rules from now on (`POLICIES`), with the same programs, buckets and pages, and new `metrics`.
+
+        Raises `EngineError` while something runs, `ConfigError` for any other field of `EngineConfig`.
+        """
+        for name in policy:
+            if name not in POLICIES:
+                raise ConfigError(f"{name} cannot be changed in a running engine, only {', '.join(POLICIES)}: build a new engine")
+        if self.has_unfinished:
+            raise EngineError("the policy can be changed only while nothing runs: call step until has_unfinished is False")
+        self.config = dataclasses.replace(self.config, **policy)
+        self.scheduler = Scheduler(self.config, self.pool)
+        self.metrics = self._make_metrics()
+
+    def _make_metrics(self) -> EngineMetrics:
+        metrics = EngineMetrics([lane.name for lane in self.config.lanes])
+        metrics.watch_waiting(lambda: self.scheduler.waiting_by_lane)
+        return metrics
 
     def update_params(self, params: Any) -> None:
         """Swap the weights between two steps, e.g. after a training update. Same tree, shapes and dtypes; they are

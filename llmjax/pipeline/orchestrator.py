@@ -13,15 +13,15 @@ import time
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from llmjax.errors import GateRejectedError, LlmjaxError
+from llmjax.errors import GateRejectedError, LlmjaxError, ServiceLevelError
 from llmjax.pipeline.digest import Digests
 from llmjax.pipeline.loading import Pipeline, Stage
 from llmjax.pipeline.lock import LockedStage, lock_path, read_lock, write_lock
 from llmjax.pipeline.planning import Plan, StagePlan, frozen_problems, make_plan
 from llmjax.pipeline.report import MaskingReporter, Reporter, SilentReporter, StageEvent
-from llmjax.pipeline.stages import Rejection, StageContext
+from llmjax.pipeline.stages import Missed, Rejection, StageContext
 from llmjax.pipeline.store import Store
 from llmjax.pipeline.tree import ConfigErrors
 from llmjax.telemetry.trace import TraceWriter
@@ -171,13 +171,17 @@ class _Run:
                 result.status, result.error = "rejected", self.pipeline.mask(value.reason)
                 self._reject(stage, GateRejectedError.exit_code)
                 value = value.value
+            if isinstance(value, Missed):
+                result.status, result.error = "failed", self.pipeline.mask(value.reason)
+                self.exit_code = self.exit_code or ServiceLevelError.exit_code
+                value = value.value
             if not stage.kind.skippable:  # a stored result is loaded from its final place, when it is asked for
                 self.values[stage.name] = value
-            result.summary = dict(stage.kind.summary(value)) if result.status == "done" else {}
+            result.summary = dict(stage.kind.summary(value)) if result.status != "rejected" else {}
             result.seconds = time.monotonic() - started
             self._remember(stage, planned)
-            event: StageEvent = "done" if result.status == "done" else "rejected"
-            self.reporter.stage(stage.name, event, result.error, {"seconds": result.seconds, **result.summary})
+            event = {"rejected": "rejected", "failed": "failed"}.get(result.status, "done")
+            self.reporter.stage(stage.name, cast(StageEvent, event), result.error, {"seconds": result.seconds, **result.summary})
             if stage.name not in self._last_use:
                 stage.kind.wait(value)
         except KeyboardInterrupt:

@@ -201,7 +201,7 @@ def event_line(name: str, event: StageEvent, text: str, figures: Mapping[str, An
         head += f" ({kind})"
     if seconds is not None:
         head += f" in {seconds:.1f} s"
-    parts = [head, *(f"{key} {value}" for key, value in rest.items())]
+    parts = [head, *(f"{key} {value}" for key, value in rest.items() if not isinstance(value, list))]  # lists are tables
     return f"{name}: {', '.join(parts)}" + (f": {text}" if text else "")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from llmjax.errors import ContextLengthError
 from llmjax.scheduling.lanes import Lanes
 from llmjax.scheduling.page_pool import PagePool
-from llmjax.scheduling.policy import SchedulerConfig
+from llmjax.scheduling.policy import SchedulerConfig, reserves_full_length
 from llmjax.scheduling.prefix_cache import PrefixCache
 from llmjax.scheduling.request import Request
 
@@ -71,8 +71,8 @@ class Admission:
         return self._lanes.share_out(wanted, budget)
 
     def _fits(self, request: Request, running: Sequence[Request], free_rows: int, overdue: bool, promised: int) -> bool:
-        """Whether the pool holds a waiting request with its reserve (see the scheduler's "No ping-pong"; in a deterministic
-        engine every row's full length), and its lane leaves the first one its part."""
+        """Whether the pool holds a waiting request with its reserve (see the scheduler's "No ping-pong"; where full
+        lengths are reserved, every row's), and its lane leaves the first one its part."""
         free = self._pool.num_free - promised
         if request.lane > 0 and running and not overdue:
             if free_rows <= self._config.max_sequences // RESERVED:
@@ -84,7 +84,7 @@ class Admission:
             return False
         growth = [r.full_pages - len(r.pages) for r in running]
         growth.append(request.full_pages - known)
-        if not self._config.deterministic:
+        if not reserves_full_length(self._config):
             per_row = 1 + request.num_preemptions
             growth = [pages if pages < per_row else per_row for pages in growth]
         return taken + sum(growth) <= free

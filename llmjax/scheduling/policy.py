@@ -37,6 +37,10 @@ class SchedulerConfig(Protocol):
         """Whether the launches of a request must not depend on other requests."""
 
     @property
+    def reserve_full_length(self) -> bool:
+        """Whether a request is admitted only when the pool holds all of its full length (as in a deterministic engine)."""
+
+    @property
     def prefix_cache(self) -> bool:
         """Whether pages of earlier requests are read again by later ones that begin alike."""
 
@@ -47,6 +51,11 @@ class SchedulerConfig(Protocol):
     @property
     def max_wait(self) -> float:
         """Seconds after which a lane that nobody was taken from is next."""
+
+
+def reserves_full_length(config: SchedulerConfig) -> bool:
+    """Whether every running request can grow to its limit without another page being found."""
+    return config.deterministic or config.reserve_full_length
 
 
 def can_idle(running: Sequence[Request], steps: int) -> bool:

@@ -43,7 +43,7 @@ from llmjax.scheduling.admission import Admission
 from llmjax.scheduling.lanes import Lanes
 from llmjax.scheduling.page_map import PageUse, page_uses
 from llmjax.scheduling.page_pool import PagePool
-from llmjax.scheduling.policy import SchedulerConfig, can_idle, choose_victim, has_work_and_pages
+from llmjax.scheduling.policy import SchedulerConfig, can_idle, choose_victim, has_work_and_pages, reserves_full_length
 from llmjax.scheduling.prefix_cache import PrefixCache
 from llmjax.scheduling.request import FinishReason, Request, RequestState, ScheduledBatch, ScheduledRow, StepOutput
 from llmjax.scheduling.results import RequestUpdate, read_tokens
@@ -96,6 +96,12 @@ class Scheduler:
     def prefix_tokens(self) -> tuple[int, int]:
         """Prompt tokens looked up in the prefix cache, and those found; each request counts once."""
         return (0, 0) if self._prefixes is None else (self._prefixes.query_tokens, self._prefixes.hit_tokens)
+
+    @property
+    def num_reserved_pages(self) -> int:
+        """Pages nobody else may have: those in use, and with full lengths reserved also those running rows will grow into."""
+        growth = sum(r.full_pages - len(r.pages) for r in self._running) if reserves_full_length(self._config) else 0
+        return self._pool.num_used + growth
 
     # Requests come and go
 

@@ -100,6 +100,7 @@ def test_help_names_every_command(run: Run) -> None:
         "inspect",
         "doctor",
         "new",
+        "bench",
     ):
         assert f"  {name} " in out
 

@@ -16,6 +16,7 @@ from tiny_models import CONFIGS, naive_greedy, random_params
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.engine import Engine
 from llmjax.engine.outputs import RequestOutput
+from llmjax.errors import ConfigError, EngineError
 from llmjax.sampling_params import SamplingParams
 
 MODEL, PAGE, STEPS, ROWS, LONGEST = "llama-mqa-rope", 16, 4, 4, 9
@@ -106,3 +107,29 @@ def test_a_backlog_runs_k_steps_a_launch(engine: Engine) -> None:
     done = finish(engine)
     assert all(output.outputs[0].token_ids == recomputed(1) for output in done.values())
     assert engine.stats.launches - before < 12 // ROWS * LONGEST / 2
+
+
+def test_an_idle_engine_takes_another_policy_with_the_same_programs(engine: Engine) -> None:
+    """Full lengths reserved: fewer rows at once, the same tokens, nothing compiled; refused while something runs."""
+    with pytest.raises(ConfigError, match="row_buckets cannot be changed"):
+        engine.set_policy(row_buckets=(1,))
+    held = engine.pool.allocate(engine.pool.num_free - 6)  # each request has a page at first, and four in the end
+    most, tokens = {}, {}
+    for reserve in (False, True):
+        engine.set_policy(reserve_full_length=reserve)
+        names = [engine.add_request(prompt(15), SamplingParams(max_tokens=40, temperature=0.0)) for _ in range(4)]
+        with pytest.raises(EngineError, match="while nothing runs"):
+            engine.set_policy(reserve_full_length=False)
+        most[reserve], done = 0, {}
+        while engine.has_unfinished:
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+            most[reserve] = max(most[reserve], engine.scheduler.num_running)
+            assert engine.pool.num_used <= engine.scheduler.num_reserved_pages <= engine.pool.capacity
+        tokens[reserve] = [done[name].outputs[0].token_ids for name in names]
+        assert any(done[name].num_preemptions for name in names) is not reserve
+    engine.set_policy(reserve_full_length=False)
+    engine.pool.free(held)
+    assert most == {False: 3, True: 1}
+    assert tokens[True] == tokens[False]
+    assert tokens[True][0][:LONGEST] == recomputed(15)
+    assert engine.runner.compiles_after_ready == 0

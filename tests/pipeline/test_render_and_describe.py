@@ -230,7 +230,7 @@ def test_kinds_of_later_versions_are_named_clearly(write: Write) -> None:
         "stages.calibrate: unknown kind 'calibrate'", "stages.int8.uses: unknown kind 'quantize'",
         "stages.serve: unknown kind 'serve'",
     ]  # fmt: skip
-    assert all("known: batch, engine, model" in message for message in caught.value.messages)
+    assert all("known: batch, engine, loadtest, model" in message for message in caught.value.messages)
 
 
 def test_an_application_registers_a_kind(kinds: stage_kinds.Log, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,14 @@ class Rejection:
     reason: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Missed:
+    """Returned by a stage that did its work and found that what it measured misses its service levels: `value` is shown."""
+
+    value: Any
+    reason: str
+
+
 class StageKind[C: StageSection](abc.ABC):
     """One kind of stage.
 
