@@ -413,7 +413,8 @@ class Engine:
         return found
 
     def set_policy(self, **policy: Any) -> None:
-        """Schedule by other rules from now on (`POLICIES`), with the same programs, buckets and pages, and new `metrics`.
+        """Schedule by other rules from now on (`POLICIES`), with the same programs, buckets and pages, an empty prefix
+        cache and new `metrics`.
 
         Raises `EngineError` while something runs, `ConfigError` for any other field of `EngineConfig`.
         """
@@ -423,6 +424,7 @@ class Engine:
         if self.has_unfinished:
             raise EngineError("the policy can be changed only while nothing runs: call step until has_unfinished is False")
         self.config = dataclasses.replace(self.config, **policy)
+        self.pool.forget_all()
         self.scheduler = Scheduler(self.config, self.pool)
         self.metrics = self._make_metrics()
 
