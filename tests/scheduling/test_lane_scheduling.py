@@ -237,7 +237,9 @@ def behind_documents(lanes, num_pages):
 
     Returns how long each short request waited for its first token, and when the last document had ended.
     """
-    config = EngineConfig(max_sequences=32, max_tokens_per_step=2048, prefill_chunk=1024, decode_steps=1, lanes=lanes)
+    config = EngineConfig(
+        max_sequences=32, max_tokens_per_step=2048, prefill_chunk=1024, decode_steps=1, lanes=lanes, prefix_cache=False
+    )
     loop = Loop(config, num_pages)
     documents = {loop.add(3000, 16).request_id for _ in range(60)}
     arrived, waits, launches, last_document = {}, [], 0, 0
