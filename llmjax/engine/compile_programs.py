@@ -210,7 +210,7 @@ def compile_programs(
             compiling[key] = threads.submit(_compile, key, lowered, end - start, "lowered", timeline)
         made = {key: compiling[key].result() for key in keys}
     programs = [program for _, program in made.values()]
-    log.info("%d programs compiled, %d of them by JAX's cache", counter.count, counter.hits)
+    log.info("%d compilations meanwhile, loading included; JAX's cache had %d of them", counter.count, counter.hits)
     for program in programs:
         log.info("program %s", program)
     return {key: executable for key, (executable, _) in made.items()}, programs

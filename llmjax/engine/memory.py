@@ -108,22 +108,22 @@ class MemoryPlan:
         lines.append(("pages", f"{self.num_pages - 1:,} and the null page"))
         lines.append(("tokens", f"{self.tokens:,}"))
         lines.append(("rows", f"{self.max_sequences:,}, {self.full_rows:,.1f} of them at {self.max_context:,} tokens"))
-        limit = "not told by the device" if self.limit is None else _mib(self.limit)
-        return [*lines, ("in all", f"{_mib(self.total + self.reserve)} of {limit}")]
+        limit = "; the device does not tell what it has" if self.limit is None else f" of {_mib(self.limit)}"
+        return [*lines, ("in all", _mib(self.total + self.reserve) + limit)]
 
-    def with_programs(self, temporaries: int) -> MemoryPlan:
-        """The same with what the engine's compiled programs need. Raises `OutOfMemoryError` when it is more than there is."""
-        plan = dataclasses.replace(self, temporaries=temporaries, temporaries_from="compiled")
+    def with_temporaries(self, temporaries: int, source: Literal["probe", "compiled"]) -> MemoryPlan:
+        """The same with what programs were found to need. Raises `OutOfMemoryError` when it is more than there is."""
+        plan = dataclasses.replace(self, temporaries=temporaries, temporaries_from=source)
         if plan.limit is not None and plan.total > plan.limit:
             raise OutOfMemoryError(f"the programs' temporaries do not fit beside the rest ({plan.text()}): {plan.advice()}")
         return plan
 
     def parts(self) -> dict[str, int]:
-        """Name and bytes of each part, the reserve included."""
+        """Name and bytes of each part there is, the reserve included."""
         temporaries = {} if self.temporaries is None else {"temporaries": self.temporaries}
         others = {"in use by others": self.in_use} if self.in_use else {}
-        own = {"weights": self.weights, "pool": self.pool, "state": self.state}
-        return others | own | temporaries | {"reserve": self.reserve}
+        reserve = {"reserve": self.reserve} if self.reserve else {}
+        return others | {"weights": self.weights, "pool": self.pool, "state": self.state} | temporaries | reserve
 
     def text(self) -> str:
         """The plan in one line."""
@@ -245,7 +245,7 @@ def measure_temporaries(model: Model, shapes: Shapes, store: ProgramStore | None
     They do not depend on the pool, so it is compiled with a tiny one: the pool's size would else depend on itself. Those of the
     shared decoder grow evenly with its layers, so for it programs of a few layers are compiled, in a tenth of the time.
     """
-    keys = _largest(shapes.engine_config)
+    keys, shapes = _largest(shapes.engine_config), dataclasses.replace(shapes, num_pages=2)
     layers = shapes.config.num_layers
     if not is_shared_decoder(model) or layers <= max(PROBE_LAYERS):
         return max(_temporaries(model, [(key, shapes) for key in keys], store)), "compiled"

@@ -72,7 +72,7 @@ def start_runner(model: Model, config: DecoderConfig, params: Any, engine_config
         checked.result()
         if store is not None:
             store.note(dataclasses.replace(sizes, num_pages=0).identity(("all", 0, 0)), [program.name for program in programs])
-    plan = plan.with_programs(max(program.temp_bytes for program in programs))
+    plan = plan.with_temporaries(max(program.temp_bytes for program in programs), "compiled")
     with tell_out_of_memory(plan):
         if isinstance(params, PendingParams):
             with timeline.phase("wait for weights"):

@@ -73,9 +73,14 @@ def _model_shape(section: Any) -> Any:
 
 def _plan_engine(section: Any, shape: Any, device: DeviceMemory | None) -> MemoryPlan:
     from llmjax.engine.backend import is_gpu
-    from llmjax.engine.memory import plan_memory
+    from llmjax.engine.compile_programs import Shapes
+    from llmjax.engine.memory import measure_temporaries, plan_memory
     from llmjax.model.checkpoint.load import param_structs
     from llmjax.model.registry import get_model
 
     config = section.engine_config().resolved(gpu=is_gpu(), model_max_context=shape.max_positions)
-    return plan_memory(get_model(shape.family), shape, param_structs(shape), config, device, store=None)
+    model, params = get_model(shape.family), param_structs(shape)
+    made = plan_memory(model, shape, params, config, device, store=None)
+    if made.temporaries is None and device is not None:  # the pool does not depend on them, but whether all of it fits does
+        made = made.with_temporaries(*measure_temporaries(model, Shapes(shape, params, config, made.num_pages), None))
+    return made

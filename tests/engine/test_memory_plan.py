@@ -76,9 +76,9 @@ def test_what_does_not_fit_names_the_number_to_lower() -> None:
 @pytest.mark.usefixtures("known_temporaries")
 def test_programs_that_need_more_than_the_plan_left_are_refused() -> None:
     plan = plan_8b(DeviceMemory(40 * GIB, 0))
-    assert plan.with_programs(4 * GIB).temporaries_from == "compiled"
+    assert plan.with_temporaries(4 * GIB, "compiled").temporaries_from == "compiled"
     with pytest.raises(OutOfMemoryError, match=r"temporaries 30,720\.0 MiB.*: lower max_tokens_per_step"):
-        plan.with_programs(30 * GIB)
+        plan.with_temporaries(30 * GIB, "compiled")
 
 
 TINY = CONFIGS["llama"].replace(num_layers=5, sliding_windows=(0, 20, 0, 0, 20))
@@ -140,7 +140,7 @@ def test_the_doctors_plan_is_the_engines(device: DeviceMemory, tmp_path: Path) -
         patch.setattr(startup, "device_memory", lambda: with_weights)
         engine = Engine(TINY, params, None, EngineConfig(**OPTIONS, kv_cache_fraction=0.01))
     assert told.plan.temporaries is not None
-    assert engine.memory == told.plan.with_programs(engine.memory.temporaries or 0)
+    assert engine.memory == told.plan.with_temporaries(engine.memory.temporaries or 0, "compiled")
     assert engine.memory.temporaries == pytest.approx(told.plan.temporaries, rel=0.03)
     assert engine.memory.num_pages == engine.pool.capacity + 1
     cache = engine.runner._cache
