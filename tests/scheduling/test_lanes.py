@@ -170,6 +170,45 @@ def test_a_lane_that_was_idle_has_saved_nothing():
     assert tokens[1] >= tokens[0] / 3 - 2 * QUANTUM  # and the long lane owes nothing for what it had alone
 
 
+def order_of(lanes):
+    """Names in the order in which they would all be let in."""
+    return [let_in(lanes).request_id for _ in range(len(lanes))]
+
+
+def fill(lanes, shorts=200, longs=6):
+    for index in range(shorts):
+        queued(lanes, f"s{index}", 90, limit=0)
+    for index in range(longs):
+        queued(lanes, f"l{index}", 700, limit=0)
+
+
+def test_what_a_lane_let_in_alone_is_not_held_against_it():
+    fresh, used = Lanes((SHORT, LONG), MAX_WAIT), Lanes((SHORT, LONG), MAX_WAIT)
+    for index in range(4):
+        queued(used, f"alone{index}", 3000, limit=0)
+    for _ in range(3):
+        let_in(used)
+    last = queued(used, "bridge", 700, limit=0)  # the lane never ran empty
+    let_in(used)
+    fill(fresh), fill(used)
+    used.remove(last)
+    assert order_of(used) == order_of(fresh)
+
+
+def test_a_preempted_request_is_not_charged_twice():
+    def after_the_first_long(preempted):
+        lanes = Lanes((SHORT, LONG), MAX_WAIT)
+        fill(lanes)
+        while (request := let_in(lanes)).lane == 0:
+            pass
+        if preempted:
+            preempt(lanes, request)
+            lanes.take(request, 0.0)
+        return order_of(lanes)
+
+    assert after_the_first_long(True) == after_the_first_long(False)
+
+
 def test_looking_at_the_candidates_changes_nothing():
     lanes = Lanes((SHORT, LONG), MAX_WAIT)
     for index in range(10):
