@@ -7,7 +7,6 @@ import os
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -271,22 +270,10 @@ def test_the_plan_writes_nothing(write: Write, kinds: stage_kinds.Log, tmp_path:
     assert not pipeline.artifacts.exists()
 
 
-def test_validate_and_plan_import_nothing_heavy_and_take_no_longer_than_their_libraries() -> None:
-    """A second on an idle machine; on a busy one at most twice what pydantic and ruamel.yaml take to load there."""
+def test_validate_and_plan_import_nothing_heavy() -> None:
     code = (
         "import sys\nfrom llmjax.pipeline import load, plan, show\np = load('quickstart')\nplan(p)\nshow(p)\n"
         "print([m for m in ('jax', 'flax', 'numpy', 'rich', 'typer', 'transformers', 'gguf') if m in sys.modules])"
     )
-    libraries = "from pydantic import BaseModel\nimport pydantic.json_schema\nimport ruamel.yaml\nclass A(BaseModel):\n  a: int"
-
-    def seconds(program: str) -> tuple[float, str]:
-        best, output = float("inf"), ""
-        for _ in range(3):
-            started = time.perf_counter()
-            output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-            best = min(best, time.perf_counter() - started)
-        return best, output
-
-    ours, output = seconds(code)
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"
-    assert ours < max(1.0, 2 * seconds(libraries)[0])
