@@ -10,7 +10,6 @@ import collections
 import dataclasses
 import itertools
 import logging
-import operator
 import random
 import time
 from collections.abc import Sequence
@@ -23,11 +22,11 @@ from llmjax.engine.engine_trace import EngineTrace
 from llmjax.engine.memory_map import MemoryMap, live_bytes, memory_map
 from llmjax.engine.output_processor import LiveRequest
 from llmjax.engine.outputs import RequestOutput
+from llmjax.engine.request_checks import check_ids, check_params, output_limit, token_ids
 from llmjax.engine.runner import PendingStep
-from llmjax.engine.sample import MAX_STOPS
 from llmjax.engine.startup import start_runner
 from llmjax.engine.tokenizer import Tokenizer
-from llmjax.errors import ConfigError, ContextLengthError, EngineError, QueueFullError, RequestError
+from llmjax.errors import ConfigError, EngineError, QueueFullError, RequestError
 from llmjax.model.registry import DecoderConfig, get_model
 from llmjax.sampling_params import SamplingParams
 from llmjax.scheduling.page_pool import PagePool
@@ -150,11 +149,7 @@ class Engine:
         if isinstance(prompt, str):
             ids = self._tokenizer_for("a text prompt").encode(prompt, add_special_tokens=add_special_tokens)
             return self._add(ids, params, request_id, prompt, priority, arrival_ns)
-        as_list = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # numpy and JAX arrays
-        if not isinstance(as_list, list | tuple):
-            raise RequestError(f"a prompt is a text or a list of token ids, got {prompt!r:.60}", "prompt")
-        ids = [_token_id(item, index) for index, item in enumerate(as_list)]
-        return self._add(ids, params, request_id, None, priority, arrival_ns)
+        return self._add(token_ids(prompt), params, request_id, None, priority, arrival_ns)
 
     def add_chat(
         self,
@@ -187,9 +182,9 @@ class Engine:
             raise RequestError(f"request id {request_id!r} is in use by an unfinished request", "request_id")
         if self._failed is not None:
             raise EngineError(self._failed)
-        limit = self._limit(ids, params)
-        self._check_ids(ids)
-        self._check_params(params)
+        limit = output_limit(ids, params, self.config.max_context)
+        check_ids(ids, self.model_config.num_tokens)
+        check_params(params, self.model_config.num_tokens, self.eos_ids, has_tokenizer=self.tokenizer is not None)
         seed = self._random.getrandbits(64) if params.seed is None else params.seed & (2**64 - 1)
         requests = [
             Request(
@@ -220,42 +215,6 @@ class Engine:
         self._live[request_id] = live
         self._owners |= dict.fromkeys(requests, live)
         return request_id
-
-    def _limit(self, ids: list[int], params: SamplingParams) -> int:
-        if not ids:
-            raise RequestError(
-                "the prompt is empty and the tokenizer adds no beginning-of-sequence token: give at least one token", "prompt"
-            )
-        left = self.config.max_context - len(ids)
-        needed = 0 if params.max_tokens == 0 else 1
-        if left < needed:
-            raise ContextLengthError(
-                f"the prompt has {len(ids)} tokens; with max_context {self.config.max_context} at most "
-                f"{self.config.max_context - needed} fit: shorten it, or raise max_context",
-                "prompt",
-            )
-        return left if params.max_tokens is None else min(left, params.max_tokens)
-
-    def _check_ids(self, ids: list[int]) -> None:
-        size = self.model_config.num_tokens
-        for index, item in enumerate(ids):
-            if not 0 <= item < size:
-                raise RequestError(f"prompt[{index}] is {item}: the model's token ids are 0 to {size - 1}", "prompt")
-
-    def _check_params(self, params: SamplingParams) -> None:
-        size = self.model_config.num_tokens
-        for name, ids in (("stop_token_ids", params.stop_ids), ("logit_bias", tuple(params.logit_bias or ()))):
-            for item in ids:
-                if item >= size:
-                    raise RequestError(f"{name} names token id {item}, but the vocabulary has ids 0 to {size - 1}", name)
-        stops = len({*self.eos_ids, *params.stop_ids})
-        if stops > MAX_STOPS:
-            raise RequestError(
-                f"stop_token_ids and the model's end-of-sequence ids are {stops} ids, at most {MAX_STOPS} fit",
-                "stop_token_ids",
-            )
-        if params.stop_strings and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this engine has none: use stop_token_ids", "stop")
 
     def _tokenizer_for(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -445,15 +404,6 @@ class Engine:
             self._read_oldest()
         self.runner.update_params(params)
         self.scheduler.forget_prefixes()
-
-
-def _token_id(item: Any, index: int) -> int:
-    if not isinstance(item, bool):
-        try:
-            return operator.index(item)
-        except TypeError:
-            pass
-    raise RequestError(f"prompt[{index}] is {item!r:.60}: a token id is a whole number", "prompt")
 
 
 def _mask_padding_ids(config: DecoderConfig, tokenizer: Tokenizer | None) -> DecoderConfig:

@@ -34,14 +34,15 @@ most the launches in flight and not for a long one before it. Rows that decode a
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Literal
 
 from llmjax.errors import RequestError
 from llmjax.scheduling.admission import Admission
+from llmjax.scheduling.held_pages import HeldPages
 from llmjax.scheduling.lanes import Lanes
-from llmjax.scheduling.page_map import PageUse, page_uses
+from llmjax.scheduling.page_map import PageUse
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.policy import SchedulerConfig, can_idle, choose_victim, has_work_and_pages, reserves_full_length
 from llmjax.scheduling.prefix_cache import PrefixCache
@@ -64,8 +65,7 @@ class Scheduler:
         self._in_flight: deque[ScheduledBatch] = deque()  # dispatched, result not read; oldest first
         self._next_step_id = 0
         self._last_kind: Literal["extend", "decode"] = "decode"
-        self._releases: list[tuple[int, list[int], Request]] = []  # (step id, pages to free once its result was read, whose)
-        self._taken_at = [0] * pool.num_pages  # by page: the step that took it last, to be written; see `page_uses`
+        self._pages = HeldPages(pool)
         self._prefixes: PrefixCache | None = None
         if config.prefix_cache:
             chunk = min(config.prefill_chunk, config.max_tokens_per_step) if config.deterministic else None
@@ -281,7 +281,7 @@ class Scheduler:
             end = start + samples
             new_pages: Sequence[tuple[int, int]] = ()
             if end > pool.page_size * len(request.pages):
-                new_pages = self._take_pages(request, end)
+                new_pages = self._pages.take(request, end, step_id)
             request.num_computed_tokens = end
             request.num_in_flight += samples
             request.num_left -= samples
@@ -305,7 +305,7 @@ class Scheduler:
             token_ids=request.known_ids(start, end),
             samples=samples,
             is_new=is_new,
-            new_pages=self._take_pages(request, request.num_prefill_tokens, all_new=is_new),
+            new_pages=self._pages.take(request, request.num_prefill_tokens, self._next_step_id, all_new=is_new),
             wants_prompt_logprobs=request.scores_prompt and start < request.num_prompt_tokens,
         )
         request.num_computed_tokens = end
@@ -314,15 +314,6 @@ class Scheduler:
         request.num_chunks += 1
         request.last_step = self._next_step_id
         return row
-
-    def _take_pages(self, request: Request, num_tokens: int, all_new: bool = False) -> Sequence[tuple[int, int]]:
-        """Pages for `num_tokens` tokens in all; the new ones as (index, page), with `all_new` all of the row."""
-        held = len(request.pages)
-        pages = self._pool.allocate(max(0, self._pool.pages_for(num_tokens) - held))
-        for page in pages:
-            self._taken_at[page] = self._next_step_id
-        request.pages += pages
-        return list(enumerate(request.pages)) if all_new else list(enumerate(pages, held))
 
     # What came back
 
@@ -341,7 +332,7 @@ class Scheduler:
             request = row.request
             if request.state is RequestState.FINISHED:
                 if not every_finite and not output.is_finite(column):
-                    self._condemn(request)
+                    self._pages.condemn(request)
                 continue  # ended by an earlier launch, by `finish` or by `abort`
             assert row.epoch == request.epoch
             samples = row.samples
@@ -366,14 +357,14 @@ class Scheduler:
             if reason is not None:
                 self._end(request, reason)
             updates.append(RequestUpdate(request, column, tokens, reason is not None))
-        self._release_until(batch.step_id)
+        self._pages.release_until(batch.step_id)
         return updates
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """Finish a waiting or running request; what is in flight for it no longer counts."""
         del self._requests[request.request_id]
         if reason == "error":
-            self._condemn(request)
+            self._pages.condemn(request)
         if request.state is RequestState.RUNNING:
             self._leave(request)
         else:
@@ -392,26 +383,8 @@ class Scheduler:
         """
         self._running.remove(request)
         heapq.heappush(self._free_rows, request.row)
-        if self._in_flight and request.last_step >= self._in_flight[0].step_id:
-            self._releases.append((request.last_step, request.pages, request))
-        else:
-            self._pool.free(request.pages[::-1])
+        self._pages.give_back(request, self._in_flight[0].step_id if self._in_flight else None)
         request.row = -1
-        request.pages = []
-
-    def _release_until(self, step_id: int) -> None:
-        """Free the pages no launch after `step_id` can touch."""
-        for last_step, pages, _ in self._releases:
-            if last_step <= step_id:
-                self._pool.free(pages[::-1])
-        self._releases = [release for release in self._releases if release[0] > step_id]
-
-    def _condemn(self, request: Request) -> None:
-        """The request's logits were not finite: its pages may hold NaN, be it running or ended with a launch still in flight."""
-        self._pool.condemn(request.pages)
-        for _, pages, owner in self._releases:
-            if owner is request:
-                self._pool.condemn(pages)
 
     def forget_prefixes(self) -> None:
         """No page is found any more, nor given a key by a request that runs now: the weights have changed."""
@@ -422,12 +395,7 @@ class Scheduler:
 
     def page_uses(self) -> list[PageUse]:
         """Every page that is held, or that the prefix cache finds."""
-        owners: dict[int, list[str]] = {}
-        held = [(r.request_id, r.pages) for r in self._running] + [(r.request_id, pages) for _, pages, r in self._releases]
-        for request_id, pages in held:
-            for page in pages:
-                owners.setdefault(page, []).append(request_id)
-        return page_uses(self._pool, owners, [self._next_step_id - step for step in self._taken_at])
+        return self._pages.uses(self._running, self._next_step_id)
 
     def find_leaks(self) -> list[str]:
         """What is still held although no request is left and nothing is in flight, one line each: nothing, unless there is a
@@ -444,14 +412,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert the invariants between calls. Costs O(pages): for tests and debugging."""
-        self._pool.check_integrity()
         self._lanes.check_integrity()
-        held = Counter(page for r in self._running for page in r.pages)
-        held.update(page for _, pages, _ in self._releases for page in pages)
-        assert len(held) == self._pool.num_used, "pages are held that no request and no pending release knows"
-        assert all(self._pool.holders(page) == count for page, count in held.items())
-        launches = {batch.step_id for batch in self._in_flight}
-        assert all(last_step in launches for last_step, _, _ in self._releases), "a release waits for a launch that is over"
+        self._pages.check_integrity(self._running, {batch.step_id for batch in self._in_flight})
         assert sorted([r.row for r in self._running] + self._free_rows) == list(range(self._config.max_sequences))
         assert sorted(r.request_id for r in (*self._running, *self._lanes)) == sorted(self._requests)
         for request in self._running:
