@@ -34,6 +34,18 @@ class ContextLengthError(RequestError):
     """The prompt does not fit the context (or the page pool) together with one new token."""
 
 
+class QueueFullError(LlmjaxError):
+    """As many requests wait as may; the same request may be sent again later (HTTP 429). `lane` is the one that is full."""
+
+    def __init__(self, message: str, lane: str) -> None:
+        super().__init__(message)
+        self.lane = lane
+
+
+class QueueTimeoutError(LlmjaxError):
+    """A request waited for its turn longer than its lane lets it (HTTP 503). Nothing was computed for it."""
+
+
 class ModelError(LlmjaxError):
     """A model cannot be loaded: files missing, truncated, or of a kind we do not support."""
 
@@ -72,3 +84,7 @@ class ServiceLevelError(LlmjaxError):
     """A load test or a shadow run missed what it was asked to reach."""
 
     exit_code = 4
+
+
+class UnavailableError(LlmjaxError):
+    """The engine takes no requests at the moment (it drains, was stopped, or is stuck): try later, or elsewhere (HTTP 503)."""
