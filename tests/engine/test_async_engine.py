@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fakes_engine import FakeEngine
 from fakes_text import plain_byte_tokenizer
-from scripted_model import Scripted
+from scripted_model import Scripted, paced
 
 from llmjax.engine.async_engine import AsyncEngine
 from llmjax.engine.config import EngineConfig
@@ -136,37 +136,43 @@ def test_a_reader_that_goes_frees_queue_rows_and_pages(scripted: Scripted, how: 
 
     async def read(server: AsyncEngine, request_id: str, first: asyncio.Event) -> RequestOutput:
         generator = server.generate("a", LONG, request_id=request_id)
-        last = None
-        async for last in generator:
+        outputs = []
+        async for output in generator:
+            outputs.append(output)
             first.set()
             if how == "break" and request_id != "kept":
                 break
         await generator.aclose()  # type: ignore[attr-defined]
-        assert last is not None
-        return last
+        return outputs[-1]
 
     async def main() -> None:
         async with running(engine) as server:
-            events = {name: asyncio.Event() for name in ("kept", *map(str, range(6)))}
-            tasks = {name: asyncio.create_task(read(server, name, event)) for name, event in events.items()}
-            await asyncio.wait_for(events["0"].wait(), 10)
-            for name, task in tasks.items():
-                if name == "kept":
-                    continue
-                if how == "cancel":
-                    task.cancel()
-                elif how == "abort":
-                    server.abort(name)
-            results = await asyncio.gather(*tasks.values(), return_exceptions=True)
-            kept = results[0]
-            assert isinstance(kept, RequestOutput)
-            assert kept.outputs[0].text == "b" * 100, "a neighbour is not touched"
+            with paced(engine) as at_full_speed:
+                await act(server, at_full_speed)
+
+    async def act(server: AsyncEngine, at_full_speed: threading.Event) -> None:
+        events = {name: asyncio.Event() for name in ("kept", *map(str, range(6)))}
+        tasks = {name: asyncio.create_task(read(server, name, event)) for name, event in events.items()}
+        await asyncio.wait_for(events["0"].wait(), 10)
+        for name, task in tasks.items():
+            if name == "kept":
+                continue
             if how == "cancel":
-                assert sum(isinstance(result, asyncio.CancelledError) for result in results) >= 3
-            if how == "abort":
-                reasons = [result.outputs[0].finish_reason for result in results if isinstance(result, RequestOutput)]
-                assert reasons.count("abort") >= 3
-            assert server.num_open == 0
+                task.cancel()
+            elif how == "abort":
+                server.abort(name)
+        await until(lambda: server.num_open <= 1)
+        at_full_speed.set()
+        results = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        kept = results[0]
+        assert isinstance(kept, RequestOutput)
+        assert kept.outputs[0].text == "b" * 100, "a neighbour is not touched"
+        if how == "cancel":
+            assert sum(isinstance(result, asyncio.CancelledError) for result in results) == 6
+        if how == "abort":
+            reasons = [result.outputs[0].finish_reason for result in results if isinstance(result, RequestOutput)]
+            assert reasons == ["length"] + ["abort"] * 6
+        assert server.num_open == 0
 
     run(main)
 
