@@ -46,7 +46,7 @@ def run(
     log: Log = None,
 ) -> None:
     """Run a pipeline."""
-    _run_pipeline(file, log=log, sets=sets or (), overlays=overlay or (), until=until, force=force or (), frozen=frozen)
+    run_pipeline(file, log=log, sets=sets or (), overlays=overlay or (), until=until, force=force or (), frozen=frozen)
 
 
 def validate(file: File, sets: Sets = None, overlay: Overlays = None) -> None:
@@ -152,10 +152,10 @@ def batch(
     }
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     values["stages.model.source.path"] = None if model is None else str(model)  # None takes the file's own path away
-    _run_pipeline("batch", log=log, sets=sets or (), values=values)
+    run_pipeline("batch", log=log, sets=sets or (), values=values)
 
 
-def _run_pipeline(
+def run_pipeline(
     file: str,
     *,
     log: LogForm | None,
@@ -166,6 +166,7 @@ def _run_pipeline(
     force: Sequence[str] = (),
     frozen: bool = False,
 ) -> None:
+    """Run a pipeline, show what it did, and exit with its code. `values` are by dotted path, as in `llmjax.pipeline.load`."""
     from llmjax.pipeline import load, make_reporter
     from llmjax.pipeline import run as run_stages
     from llmjax.telemetry.logs import configure_logging

@@ -144,17 +144,18 @@ class AsyncEngine:
             await asyncio.sleep(0.02)
         return not self._fail_all(UnavailableError, "the server is shutting down, and the request took longer than it waits")
 
-    def stop(self) -> None:
-        """End every stream with an error and the engine thread after its step; returns when it has ended.
+    def stop(self, timeout: float | None = None) -> bool:
+        """End every stream with an error, and the engine thread after its step. Whether it has ended within `timeout` seconds.
 
         The engine itself is left as it is, without requests, for others to use. May be called from any thread but the engine's.
         """
         self._draining = True
         self._fail_all(UnavailableError, "the engine was stopped")
         if self._thread is None:
-            return
+            return True
         self._calls.put(None)
-        self._thread.join()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     # -- requests
 
