@@ -1,6 +1,6 @@
 """`HttpServer`: an app on a port, run by uvicorn on a thread of its own; and how it ends.
 
-The end, at SIGTERM or Ctrl-C: `/readyz` says 503 and new work is refused, while streams go on. Those still running at the deadline
+The end, at SIGTERM or Ctrl-C: `/readyz` says 503 and new work is refused, while streams go on. Those that run at the deadline
 end with an error event. Then connections are closed and the engine's thread ends. A second signal does not wait.
 """
 
