@@ -51,6 +51,9 @@ class Accounts:
 
         try:
             await self._app(scope, receive, counted)
+        except Exception:
+            status, complete = status or 500, True  # answered further out
+            raise
         finally:
             path = route_path(scope)
             route = path if path in self._routes else "/v1/models/{id}" if path.startswith("/v1/models/") else "other"

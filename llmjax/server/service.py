@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 import uuid
@@ -30,6 +31,7 @@ class Service:
         self.created = int(time.time())
         self.metrics = ServerMetrics(engine)
         self._active: dict[str, list[str]] = {}  # answer's id -> the engine's ids of its requests
+        self._numbers = itertools.count()
 
     @property
     def max_context(self) -> int:
@@ -80,13 +82,20 @@ class Service:
 
     @contextmanager
     def answering(self, response_id: str, count: int) -> Iterator[list[str]]:
-        """Ids for the `count` engine requests of an answer, which can be aborted meanwhile."""
-        ids = [f"{response_id}-{index}" for index in range(count)]
-        self._active[response_id] = ids
+        """Ids for the `count` engine requests of an answer, which can be aborted meanwhile.
+
+        They are unique even if two clients chose one id at the same moment.
+        """
+        ids = [f"{response_id}-{next(self._numbers)}" for _ in range(count)]
+        active = self._active.setdefault(response_id, [])
+        active += ids
         try:
             yield ids
         finally:
-            self._active.pop(response_id, None)
+            for one in ids:
+                active.remove(one)
+            if not active:
+                self._active.pop(response_id, None)
 
     def abort(self, response_id: str) -> bool:
         """End an answer by its id, with or without its prefix; its client gets what there is, with finish reason "abort"."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
@@ -301,6 +302,12 @@ def test_a_request_id_of_the_clients_own_comes_back(served: Served) -> None:
     response = served.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, x_request_id="mine-1")
     assert response.headers["x-request-id"] == "mine-1"
     assert response.json()["id"] == "cmpl-mine-1"
+    twice = [served.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 4}, x_request_id="same") for _ in range(2)]
+
+    async def both() -> list[Any]:
+        return await asyncio.gather(*twice)
+
+    assert [one.status_code for one in run(both())] == [200, 200]
     odd = served.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, x_request_id="a b")
     assert odd.headers["x-request-id"] != "a b"
 
