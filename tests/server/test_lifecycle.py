@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -301,3 +302,33 @@ def test_an_answer_can_be_aborted_by_its_id(served: Served, scripted: Scripted) 
 
     with paced(scripted.engine):
         run(main())
+
+
+def test_a_crowd_that_comes_and_goes_leaves_nothing_behind(served: Served, scripted: Scripted) -> None:
+    """Clients of every kind leave at random points, some bodies are wrong; a neighbour's stream is what it is alone."""
+
+    async def client(seed: int) -> None:
+        draw = random.Random(seed)
+        await asyncio.sleep(draw.random() * 0.5)
+        path = draw.choice(ENDPOINTS)
+        body: dict[str, Any] = {**BODIES[path], "stream": draw.random() < 0.5, "max_tokens": draw.randint(1, 60)}
+        body |= draw.choice([{}, {}, {"n": 2}, {"stop": ["c"]}, {"logprobs": 1} if "chat" not in path else {}, {"top_p": 7}])
+        exchange = Exchange(served.app, path, body)
+        if draw.random() < 0.7:
+            await asyncio.sleep(draw.random() * 0.2)
+            exchange.leave()
+        await exchange.task
+        assert exchange.status in (None, 200, 400, 429), exchange.data
+
+    async def main() -> None:
+        await served.engine.call(lambda: scripted.script([98] * 127))
+        alone = Exchange(served.app, "/v1/completions", BODIES["/v1/completions"])
+        await alone.task
+        beside = Exchange(served.app, "/v1/completions", {**BODIES["/v1/completions"], "stream": True})
+        seeds = [random.randrange(2**32) for _ in range(120)]
+        await asyncio.gather(*map(client, seeds), beside.task)
+        text = "".join(event["choices"][0]["text"] for event in parse_events(beside.data))
+        assert text == json.loads(alone.data)["choices"][0]["text"]
+        assert served.engine.num_open == 0
+
+    run(main())
