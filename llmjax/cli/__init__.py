@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from llmjax.cli import look, pipelines, serving, talk
+from llmjax.cli import look, pipelines, talk
 from llmjax.cli.options import Command
 from llmjax.errors import LlmjaxError
 
@@ -23,7 +23,7 @@ for command in (
     pipelines.schema,
     pipelines.new,
     pipelines.batch,
-    serving.serve,
+    pipelines.serve,
     talk.generate,
     talk.chat,
     look.inspect,
