@@ -94,7 +94,7 @@ class HttpServer:
         self._engine.close_doors()
         if self._signals > 1:
             self._drain = 0.0
-            self._server.force_exit = True
+            self._server.config.timeout_graceful_shutdown = 1
             raise KeyboardInterrupt
 
     def _serve(self) -> None:

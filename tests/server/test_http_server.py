@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,6 +98,44 @@ def test_a_port_that_is_taken_is_one_clear_line(server: HttpServer) -> None:
     port = int(server.url.rsplit(":", 1)[1])
     with pytest.raises(LlmjaxError, match=f"cannot listen on 127.0.0.1 port {port}: .*choose another"):
         HttpServer(create_app(engine, ServerConfig(served_names=("a",))), engine, host="127.0.0.1", port=port, drain=0)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_drains_and_a_second_one_does_not_wait(signals: int) -> None:
+    """B33: what runs has the time that was set; with a second signal it has none."""
+    engine = AsyncEngine(SlowEngine())
+    app = create_app(engine, ServerConfig(served_names=("tiny",)))
+    server = HttpServer(app, engine, host="127.0.0.1", port=0, drain=0.2 if signals == 1 else 60.0)
+    server.start()
+    connection = post_raw(server.url, {"prompt": "a", "max_tokens": 8000, "stream": True})
+    assert connection.recv(10)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def stop() -> None:
+        until(lambda: signal.getsignal(signal.SIGTERM) != before)
+        os.kill(os.getpid(), signal.SIGTERM)
+        if signals == 2:
+            until(lambda: engine.health.state == "draining")
+            time.sleep(0.1)  # two signals at once are one
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    if signals == 1:
+        server.wait()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            server.wait()
+        server.close()
+    thread.join()
+    assert engine.health.state == "stopped"
+    assert signal.getsignal(signal.SIGTERM) == before
+    data = b""
+    while piece := connection.recv(2**16):
+        data += piece
+    connection.close()
+    assert b'"code":"unavailable"' in data
+    assert b"data: [DONE]" in data
 
 
 def test_the_process_serves_drains_and_exits_with_0(tmp_path: Path, request: pytest.FixtureRequest) -> None:
