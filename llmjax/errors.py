@@ -84,3 +84,7 @@ class ServiceLevelError(LlmjaxError):
     """A load test or a shadow run missed what it was asked to reach."""
 
     exit_code = 4
+
+
+class UnavailableError(LlmjaxError):
+    """The engine takes no requests at the moment (it drains, was stopped, or is stuck): try later, or elsewhere (HTTP 503)."""

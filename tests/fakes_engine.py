@@ -14,6 +14,7 @@ from llmjax.engine.config import EngineConfig
 from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
 from llmjax.errors import ContextLengthError, RequestError
 from llmjax.sampling_params import SamplingParams
+from llmjax.telemetry.metrics import EngineMetrics
 from llmjax.telemetry.startup import Timeline
 
 
@@ -46,6 +47,7 @@ class FakeEngine:
         self.tokenizer = FakeTokenizer()
         self.stats = FakeStats()
         self.startup = Timeline()
+        self.metrics = EngineMetrics(["all"])
         self.added = 0
         self.most_choices = 0
         self._fail_on = fail_on

@@ -6,8 +6,10 @@ are the script, so a test changes it with `update_params`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,6 +50,23 @@ class ScriptedModel:
 
 
 register_model("scripted", ScriptedModel())
+
+
+@contextlib.contextmanager
+def paced(engine: Engine, seconds: float = 0.03) -> Iterator[threading.Event]:
+    """Each step of the engine takes at least this long until the event is set: time for a test to act in the middle."""
+    step, at_full_speed = engine.step, threading.Event()
+
+    def slow_step() -> list[RequestOutput]:
+        at_full_speed.wait(seconds)
+        return step()
+
+    engine.step = slow_step  # type: ignore[method-assign]
+    try:
+        yield at_full_speed
+    finally:
+        at_full_speed.set()
+        del engine.step
 
 
 class Scripted:

@@ -35,6 +35,7 @@ HOST_ONLY = [
     "llmjax/engine/tokenizer.py", "llmjax/engine/hf_tokenizer.py", "llmjax/engine/gguf_tokenizer.py",
     "llmjax/engine/token_pieces.py", "llmjax/engine/chat_template.py", "llmjax/engine/detokenizer.py",
     "llmjax/engine/stop_strings.py", "llmjax/engine/text_output.py",
+    "llmjax/engine/async_engine.py", "llmjax/engine/request_stream.py",
 ]  # fmt: skip
 
 
@@ -112,6 +113,7 @@ def test_model_and_scheduling_meet_only_in_the_runner() -> None:
         ("llmjax.sampling_params", HEAVY | DEVICE_LIBRARIES),
         ("llmjax.pipeline", DEVICE_LIBRARIES | {"torch", "transformers"}),
         ("llmjax.cli", DEVICE_LIBRARIES | {"torch", "transformers"}),
+        ("llmjax.engine.async_engine", HEAVY | DEVICE_LIBRARIES),
         ("llmjax.engine.engine", {"pydantic", "starlette", "ruamel", "torch"}),
     ],
 )

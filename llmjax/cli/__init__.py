@@ -23,6 +23,7 @@ for command in (
     pipelines.schema,
     pipelines.new,
     pipelines.batch,
+    pipelines.serve,
     talk.generate,
     talk.chat,
     look.inspect,

@@ -48,9 +48,23 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "length_penalty": (1, 1.0),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "truncate_prompt_tokens": (),
+    "chat_template": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
 }
 # What a template is rendered with anyway; setting it here would mean something else than the same field of the body.
-_NOT_FOR_TEMPLATES = frozenset({"messages", "params", "request_id", "self"})
+_NOT_FOR_TEMPLATES = frozenset({"messages", "params", "request_id", "self", "template", "wake"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +77,7 @@ class ApiRequest:
         messages: chat: the conversation, contents as plain text; empty for completions.
         params: sampling settings of every prompt. With `echo`, logprobs are asked for the prompt too.
         model: the name the client asked for, None when it named none. Whether it is served is not checked here.
-        stream, include_usage: send events; and a last one with the usage.
+        stream, include_usage, continuous_usage: send events; and a last one with the usage; and the usage so far with each.
         echo: the answer's text starts with the prompt.
         add_special_tokens: put the tokenizer's own special tokens (such as a beginning of sequence) around text prompts.
         prompt_logprobs_asked: the body itself asked for `prompt_logprobs`, so the answer carries them.
@@ -77,6 +91,7 @@ class ApiRequest:
     model: str | None = None
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     echo: bool = False
     add_special_tokens: bool = True
     prompt_logprobs_asked: bool = False
@@ -94,7 +109,8 @@ def parse_request(endpoint: Endpoint, body: Any, defaults: Mapping[str, Any] | N
         "endpoint": endpoint,
         "model": _text(fields, "model"),
         "stream": stream,
-        "include_usage": _include_usage(fields, stream),
+        "include_usage": _stream_option(fields, stream, "include_usage"),
+        "continuous_usage": _stream_option(fields, stream, "continuous_usage_stats"),
         "prompt_logprobs_asked": "prompt_logprobs" in fields,
     }
     if endpoint == "completions":
@@ -107,18 +123,23 @@ def parse_request(endpoint: Endpoint, body: Any, defaults: Mapping[str, Any] | N
             )
         add_special_tokens = _flag(fields, "add_special_tokens", True)
         return ApiRequest(**common, prompts=prompts, echo=echo, add_special_tokens=add_special_tokens, params=params)
+    return ApiRequest(
+        **common,
+        messages=read_messages(fields.get("messages")),
+        params=_sampling(endpoint, fields),
+        template_options=read_template_options(fields),
+    )
+
+
+def read_template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The field `chat_template_kwargs` of a body, checked."""
     options = fields.get("chat_template_kwargs", {})
     if not isinstance(options, Mapping):
         raise RequestError(f"chat_template_kwargs must be an object, got {kind(options)}", "chat_template_kwargs")
     for name in options:
         if not name.isidentifier() or name in _NOT_FOR_TEMPLATES:
             raise RequestError(f"chat_template_kwargs cannot set {printable(name)!r}", "chat_template_kwargs")
-    return ApiRequest(
-        **common,
-        messages=read_messages(fields.get("messages")),
-        params=_sampling(endpoint, fields),
-        template_options=dict(options),
-    )
+    return dict(options)
 
 
 # -- names and plain values
@@ -151,6 +172,17 @@ def _check_names(endpoint: Endpoint, fields: Mapping[str, Any]) -> None:
             raise _unknown(name, known)
 
 
+def known_fields(endpoint: Endpoint) -> frozenset[str]:
+    """Names that have a meaning in a body of this endpoint."""
+    return _FIELDS[endpoint]
+
+
+def unknown_fields(endpoint: Endpoint, body: Mapping[str, Any]) -> list[str]:
+    """Names in a body that mean nothing to this endpoint, null or not; `parse_request` refuses those that are not null."""
+    known = _FIELDS[endpoint] | _BOOKKEEPING | _ASKS_NOTHING.keys() | {"best_of"}
+    return [name for name in body if name not in known]
+
+
 def _unknown(name: str, known: Collection[str]) -> RequestError:
     near = ["max_tokens"] if name in ("max_new_tokens", "num_predict") else difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
@@ -173,7 +205,7 @@ def _text(fields: Mapping[str, Any], name: str) -> str | None:
     return encodable(value, name)
 
 
-def _include_usage(fields: Mapping[str, Any], stream: bool) -> bool:
+def _stream_option(fields: Mapping[str, Any], stream: bool, wanted: str) -> bool:
     options = fields.get("stream_options")
     if options is None:
         return False
@@ -186,7 +218,7 @@ def _include_usage(fields: Mapping[str, Any], stream: bool) -> bool:
             raise RequestError(f"unknown field {printable(name)!r} in stream_options", "stream_options")
         if not isinstance(value, bool | None):
             raise RequestError(f"stream_options.{name} must be true or false, got {kind(value)}", "stream_options")
-    return bool(options.get("include_usage"))
+    return bool(options.get(wanted))
 
 
 # -- sampling

@@ -13,7 +13,8 @@ Rules
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
@@ -101,7 +102,7 @@ def error_status(error: LlmjaxError) -> int:
 def _chat_choice(choice: CompletionOutput) -> dict[str, Any]:
     logprobs = None
     if choice.logprobs is not None:
-        logprobs = {"content": [_chat_position(position) for position in choice.logprobs], "refusal": None}
+        logprobs = chat_logprobs(choice.logprobs)
     return {
         "index": 0,
         "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -116,9 +117,9 @@ def _completion_choice(
 ) -> dict[str, Any]:
     logprobs = None
     needs_prompt = request.echo or choice.logprobs is not None
-    prompt = "" if not needs_prompt else output.prompt if output.prompt is not None else decode(output.prompt_token_ids)
+    prompt = prompt_text(output, decode) if needs_prompt else ""
     if choice.logprobs is not None:
-        logprobs = _completion_logprobs(request.echo, output, choice, prompt, decode)
+        logprobs = CompletionLogprobs(output, prompt, decode, echo=request.echo).more(choice)
     return {
         "index": 0,
         "text": prompt + choice.text if request.echo else choice.text,
@@ -128,45 +129,87 @@ def _completion_choice(
     }
 
 
-def _completion_logprobs(
-    echo: bool, output: RequestOutput, choice: CompletionOutput, prompt: str, decode: Callable[[list[int]], str]
-) -> dict[str, Any]:
-    """The old format: parallel lists. With `echo` they start with the prompt's tokens, whose first has no logprob."""
-    assert choice.logprobs is not None
-    positions: list[PositionLogprobs | None] = []
-    names: list[str] = []
-    offsets: list[int] = []
-    if echo and output.prompt_logprobs is not None:
-        positions += output.prompt_logprobs
-        first = decode(output.prompt_token_ids[:1])
-        tokens = [None if position is None else position.chosen for position in output.prompt_logprobs]
-        names += [first if token is None else _old_name(token) for token in tokens]
-        offsets += _offsets([first.encode() if token is None else token.bytes for token in tokens], prompt, 0)
-    positions += choice.logprobs
-    names += [_old_name(position.chosen) for position in choice.logprobs]
-    offsets += _offsets([position.chosen.bytes for position in choice.logprobs], choice.text, len(prompt))
-    return {
-        "tokens": names,
-        "token_logprobs": [None if position is None else _finite(position.chosen.logprob) for position in positions],
-        "top_logprobs": [None if position is None else _old_top(position) for position in positions],
-        "text_offset": offsets,
-    }
+class CompletionLogprobs:
+    """The old format of one choice, given out bit by bit: parallel lists. With `echo` they start with the prompt's tokens, whose
+    first has no logprob."""
+
+    def __init__(self, output: RequestOutput, prompt: str, decode: Callable[[list[int]], str], *, echo: bool) -> None:
+        self._sent = 0
+        self._offsets = _Offsets(len(prompt))
+        self._head: tuple[list[str], list[PositionLogprobs | None], list[int]] = [], [], []
+        if echo and output.prompt_logprobs is not None:
+            first = decode(output.prompt_token_ids[:1])
+            tokens = [None if position is None else position.chosen for position in output.prompt_logprobs]
+            offsets = _Offsets(0)
+            offsets.add(first.encode() if token is None else token.bytes for token in tokens)
+            names = [first if token is None else _old_name(token) for token in tokens]
+            self._head = names, list(output.prompt_logprobs), offsets.told(prompt, final=True)
+
+    def more(self, choice: CompletionOutput) -> dict[str, Any]:
+        """The tokens that came since the last call, but for those whose place in the text is not known yet. All lists may be
+        empty."""
+        assert choice.logprobs is not None
+        names, positions, offsets = self._head
+        self._head = [], [], []
+        known = self._sent + self._offsets.waiting
+        self._offsets.add(position.chosen.bytes for position in choice.logprobs[known:])
+        new_offsets = self._offsets.told(choice.text, final=choice.finish_reason is not None)
+        new = choice.logprobs[self._sent : self._sent + len(new_offsets)]
+        self._sent += len(new)
+        names += [_old_name(position.chosen) for position in new]
+        positions += new
+        return {
+            "tokens": names,
+            "token_logprobs": [None if position is None else _finite(position.chosen.logprob) for position in positions],
+            "top_logprobs": [None if position is None else _old_top(position) for position in positions],
+            "text_offset": offsets + new_offsets,
+        }
 
 
-def _offsets(pieces: Sequence[bytes], text: str, origin: int) -> list[int]:
-    """Where in `text` each token begins, in characters, plus `origin`. Never falls, never passes the end of the text."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    offsets: list[int] = []
-    position = 0
-    for piece in pieces:
-        part = decoder.decode(piece)
-        found = text.find(part, position, position + len(part) + _RESYNC_CHARS) if part else position
-        offsets.append(origin + (position if found < 0 else found))
-        if found >= 0:
-            position = found + len(part)
-        elif text[position:] and part.startswith(text[position:]):
-            position = len(text)  # a stop string cut this token's text
-    return offsets
+class _Offsets:
+    """Where in a text each token begins, in characters, plus `origin`. Never falls, never passes the end of the text."""
+
+    def __init__(self, origin: int) -> None:
+        self._origin = origin
+        self._position = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._parts: deque[str] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Tokens whose place was not told yet."""
+        return len(self._parts)
+
+    def add(self, pieces: Iterable[bytes]) -> None:
+        """The bytes of further tokens."""
+        self._parts += map(self._decoder.decode, pieces)
+
+    def told(self, text: str, *, final: bool) -> list[int]:
+        """The offsets of the next tokens. Unless `text` is `final`, those that it may yet show wait."""
+        offsets: list[int] = []
+        while self._parts:
+            part, position = self._parts[0], self._position
+            reach = position + len(part) + _RESYNC_CHARS
+            found = text.find(part, position, reach) if part else position
+            if found < 0 and not final and len(text) < reach:
+                break
+            self._parts.popleft()
+            offsets.append(self._origin + (position if found < 0 else found))
+            if found >= 0:
+                self._position = found + len(part)
+            elif text[position:] and part.startswith(text[position:]):
+                self._position = len(text)  # a stop string cut this token's text
+        return offsets
+
+
+def prompt_text(output: RequestOutput, decode: Callable[[list[int]], str]) -> str:
+    """The prompt as the client gave it, or the text of its ids."""
+    return output.prompt if output.prompt is not None else decode(output.prompt_token_ids)
+
+
+def chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
+    """The format of the chat endpoint."""
+    return {"content": [_chat_position(position) for position in positions], "refusal": None}
 
 
 def _old_top(position: PositionLogprobs) -> dict[str, float]:

@@ -97,6 +97,7 @@ def test_help_names_every_command(run: Run) -> None:
         "generate",
         "chat",
         "batch",
+        "serve",
         "inspect",
         "doctor",
         "new",

@@ -218,7 +218,7 @@ extends: quickstart.yaml
 stages:
   calibrate: {samples: 256}
   int8: {uses: quantize}
-  serve: {port: 8000}
+  gate: {task: sums.jsonl}
 """
 
 
@@ -228,9 +228,9 @@ def test_kinds_of_later_versions_are_named_clearly(write: Write) -> None:
         load(write(FUTURE), environ={})
     assert [message.split(": ", 1)[1].split(";")[0] for message in caught.value.messages] == [
         "stages.calibrate: unknown kind 'calibrate'", "stages.int8.uses: unknown kind 'quantize'",
-        "stages.serve: unknown kind 'serve'",
+        "stages.gate: unknown kind 'gate'",
     ]  # fmt: skip
-    assert all("known: batch, engine, loadtest, model" in message for message in caught.value.messages)
+    assert all("known: batch, engine, loadtest, model, serve" in message for message in caught.value.messages)
 
 
 def test_an_application_registers_a_kind(kinds: stage_kinds.Log, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,154 @@
+"""The `serve` stage: an engine behind an OpenAI-compatible HTTP server. The server itself is in `llmjax/server`."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, SecretStr, model_validator
+
+from llmjax.errors import ConfigError
+from llmjax.pipeline.schema import Duration, InputPath, OneOrMore, Section, Size, StageSection, located
+from llmjax.pipeline.stages import StageContext, StageInput, StageKind
+
+
+class LimitsSection(Section):
+    """What one client, or all of them together, may ask for."""
+
+    body: Size = Field(4 * 2**20, ge=1, description="Bytes of a request's body; more is answered with 413.")
+    waiting: int = Field(
+        1024, ge=1, description="Choices that may wait beyond the engine's rows; one more is answered with 429 and Retry-After."
+    )
+    step: Duration = Field(
+        60.0,
+        gt=0,
+        description="Time that one step of the engine may take before it counts as stuck: streams end, /readyz is 503.",
+    )
+    send: Duration = Field(
+        60.0, gt=0, description="Time that a client may take to accept what was sent before its request is aborted."
+    )
+
+
+class ServeSection(StageSection):
+    """An OpenAI-compatible server over one engine. As the last stage it stays until SIGTERM or Ctrl-C."""
+
+    engine: str | None = Field(None, description="Engine stage that answers; by default the only earlier one.")
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="Address to listen on; 0.0.0.0 for every one of this machine.",
+        json_schema_extra={"keyed": False},
+    )
+    port: int = Field(
+        8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.", json_schema_extra={"keyed": False}
+    )
+    served_name: Annotated[list[str], OneOrMore] = Field(
+        default_factory=list, description="Names of the model for clients; by default its own. Any other is answered with 404."
+    )
+    api_key: SecretStr | None = Field(
+        None, description="Key that clients must send as a bearer token; every route but the probes needs it. Empty: none."
+    )
+    api_key_file: InputPath | None = Field(
+        None, description="File of further keys, one a line; # begins a comment.", json_schema_extra={"keyed": False}
+    )
+    drain: Duration = Field(30.0, ge=0, description="Time that running requests get at the end, before they end with an error.")
+    keep_alive: Duration = Field(
+        5.0, gt=0, description="Silence after which a stream gets a comment, so that proxies do not cut it."
+    )
+    strict: bool = Field(
+        False, description="Refuse unknown fields of a request; otherwise they are ignored and listed in x-llmjax-warning."
+    )
+    cors_origins: Annotated[list[str], OneOrMore] = Field(
+        default_factory=list, description='Origins of web pages that may call the server; "*" is all.'
+    )
+    limits: LimitsSection = Field(default_factory=lambda: LimitsSection.model_validate({}), description="What may be asked for.")
+
+    @model_validator(mode="after")
+    def _check(self) -> ServeSection:
+        if any(not name for name in self.served_name):
+            raise located("a name cannot be empty", "served_name")
+        return self
+
+
+class ServeKind(StageKind[ServeSection]):
+    """Started for the stages that use it and closed after the last one; without any it waits for a signal."""
+
+    name = "serve"
+    section = ServeSection
+    gives = "serve"
+    inputs = (StageInput("engine", "engine"),)
+
+    def run(self, context: StageContext[ServeSection]) -> Any:
+        """Returns when the server answers."""
+        keys = read_keys(context.config)
+        if not keys and not _is_loopback(context.config.host):
+            context.reporter.message(
+                "warning",
+                f"anybody who reaches {context.config.host} port {context.config.port} may use this server: set serve.api_key, "
+                f"or serve.host: 127.0.0.1",
+            )
+        return start_server(context.inputs["engine"], context, keys)
+
+    def summary(self, value: Any) -> Mapping[str, Any]:
+        """Where it is."""
+        return {"url": value.url}
+
+    def wait(self, value: Any) -> None:
+        """Until a signal comes and everything has been answered."""
+        value.wait()
+
+
+def start_server(llm: Any, context: StageContext[ServeSection], keys: tuple[str, ...]) -> Any:
+    """The one call into the server; imported here because it is needed by no other stage."""
+    from llmjax.engine.async_engine import AsyncEngine
+    from llmjax.server.app import create_app
+    from llmjax.server.config import ServerConfig
+    from llmjax.server.http_server import HttpServer
+
+    section = context.config
+    config = ServerConfig(
+        served_names=tuple(section.served_name) or (llm.name,),
+        api_keys=keys,
+        strict=section.strict,
+        max_body_bytes=section.limits.body,
+        keep_alive=section.keep_alive,
+        send_timeout=section.limits.send,
+        cors_origins=tuple(section.cors_origins),
+    )
+    engine = AsyncEngine(llm.engine, max_waiting=section.limits.waiting, watchdog=section.limits.step)
+    server = HttpServer(
+        create_app(engine, config, registries=[llm.engine.metrics.registry]),
+        engine,
+        host=section.host,
+        port=section.port,
+        drain=section.drain,
+    )
+    server.start()
+    return server
+
+
+def read_keys(section: ServeSection) -> tuple[str, ...]:
+    """Every key that opens the server. Raises `ConfigError` for a file that cannot be read, or holds none."""
+    keys = [section.api_key.get_secret_value()] if section.api_key is not None and section.api_key.get_secret_value() else []
+    if section.api_key_file is not None:
+        try:
+            lines = Path(section.api_key_file).read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the key file {section.api_key_file} cannot be read: {error}") from None
+        found = [line.partition("#")[0].strip() for line in lines]
+        if not any(found):
+            raise ConfigError(f"the key file {section.api_key_file} holds no key: write one a line")
+        keys += [key for key in found if key]
+    return tuple(dict.fromkeys(keys))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+KIND = ServeKind()

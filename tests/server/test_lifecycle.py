@@ -1,0 +1,334 @@
+"""The life of a request: clients that leave, wait, read slowly; an engine that is slow, full, stuck, dead or draining."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fakes_engine import FakeEngine
+from scripted_model import Scripted, paced
+from served import ENDPOINTS, Exchange, Served, parse_events, run
+
+from llmjax.engine.config import EngineConfig
+from llmjax.engine.outputs import RequestOutput
+
+LONG: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True, "temperature": 0}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", **LONG},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], **LONG, "max_tokens": 100},
+}
+
+
+class HeldEngine(FakeEngine):
+    """A fake of one row that waits for `go` before each step."""
+
+    def __init__(self, fail_on: str | None = None) -> None:
+        super().__init__(EngineConfig(max_context=2048, max_sequences=1), fail_on=fail_on)
+        self.go = threading.Event()
+        self.go.set()
+        self.broken = False
+
+    def step(self) -> list[RequestOutput]:
+        assert self.go.wait(10)
+        if self.broken:
+            raise ValueError("boom")
+        time.sleep(0.0005)
+        return super().step()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def error_of(exchange: Exchange) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(exchange.data)["error"]
+    return found
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_that_leave_free_everything_at_once(served: Served, scripted: Scripted, path: str, stream: bool) -> None:
+    """B28, B29: four of nine decode, the others queue; the one that stays gets what it would have got alone."""
+
+    async def main() -> None:
+        await served.engine.call(lambda: scripted.script([98] * 127))
+        body = {**BODIES[path], "stream": stream}
+        stays = Exchange(served.app, path, body)
+        await until(lambda: served.engine.num_open == 1)
+        leave = [Exchange(served.app, path, body) for _ in range(8)]
+        await until(lambda: served.engine.num_open == 9 and scripted.engine.scheduler.num_running == 4)
+        aborted = scripted.engine.stats.finished["abort"]
+        for exchange in leave:
+            exchange.leave()
+        await until(lambda: served.engine.num_open == 1)
+        await served.engine.call(lambda: None)
+        assert scripted.engine.scheduler.num_running <= 1
+        assert scripted.engine.scheduler.num_waiting == 0
+        assert scripted.engine.stats.finished["abort"] == aborted + 8
+        at_full_speed.set()
+        await stays.task
+        await asyncio.gather(*(exchange.task for exchange in leave))
+        assert all(not exchange.data.endswith(b"[DONE]\n\n") for exchange in leave)
+        if stream:
+            events = parse_events(stays.data)
+            assert events[-1]["choices"][0]["finish_reason"] == "length"
+        else:
+            assert json.loads(stays.data)["usage"]["completion_tokens"] == body["max_tokens"]
+
+    with paced(scripted.engine) as at_full_speed:
+        run(main())
+
+
+def test_a_client_that_leaves_during_the_prefill_ends_it(served: Served, scripted: Scripted) -> None:
+    """The prompt fills two launches; the client leaves as soon as the first is out."""
+
+    async def main() -> None:
+        exchange = Exchange(served.app, "/v1/completions", {"prompt": [97] * 120, "max_tokens": 8, "stream": True})
+        await until(lambda: served.engine.num_open == 1)
+        exchange.leave()
+        await exchange.task
+        await until(lambda: served.engine.num_open == 0)
+        await served.engine.call(lambda: None)
+        assert not scripted.engine.scheduler.has_unfinished
+
+    with paced(scripted.engine):
+        run(main())
+
+
+def test_headers_wait_for_the_first_token_or_one_interval_of_silence() -> None:
+    """B68: comments while silent, none after the end mark."""
+
+    async def main() -> None:
+        held = HeldEngine()
+        served = Served(held, keep_alive=0.05)
+        held.go.clear()
+        exchange = Exchange(served.app, "/v1/completions", {"prompt": "ab", "max_tokens": 4, "stream": True})
+        await asyncio.sleep(0.01)
+        assert exchange.sent == []
+        await until(lambda: exchange.data.count(b": keep-alive\n\n") >= 2)
+        assert exchange.status == 200
+        held.go.set()
+        await exchange.task
+        assert "".join(event["choices"][0]["text"] for event in parse_events(exchange.data)) == "abab"
+        assert exchange.data.endswith(b"data: [DONE]\n\n")
+        served.engine.stop()
+
+    run(main())
+
+
+def test_a_full_queue_is_429_at_once_and_harms_nobody() -> None:
+    """B71: one row and four places; n counts."""
+
+    async def main() -> None:
+        held = HeldEngine()
+        served = Served(held, max_waiting=4)
+        held.go.clear()
+        first = Exchange(served.app, "/v1/completions", {"prompt": "a", "max_tokens": 3, "n": 3})
+        await until(lambda: served.engine.num_open == 1)
+        await asyncio.sleep(0.01)
+        many = [
+            Exchange(served.app, "/v1/completions", {"prompt": "a", "max_tokens": 3, "stream": i % 2 == 0}) for i in range(20)
+        ]
+        batch = Exchange(served.app, "/v1/completions", {"prompt": ["a"] * 9, "max_tokens": 3})
+        held.go.set()
+        await asyncio.gather(*(exchange.task for exchange in (first, *many, batch)))
+        statuses = [exchange.status for exchange in many]
+        assert first.status == 200
+        assert 429 in statuses
+        assert batch.status == 429
+        assert set(statuses) <= {200, 429}
+        refused = many[statuses.index(429)]
+        headers = dict(refused.sent[0]["headers"])
+        assert 1 <= int(headers[b"retry-after"]) <= 60
+        assert error_of(refused)["code"] == "queue_full"
+        assert served.engine.num_open == 0
+        again = await served.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 3})
+        assert again.json()["choices"][0]["text"] == "aaa"
+        served.engine.stop()
+
+    run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_dead_engine_ends_streams_with_an_error_and_shows(stream: bool) -> None:
+    """B69."""
+
+    async def main() -> None:
+        held = HeldEngine()
+        served = Served(held)
+        exchange = Exchange(served.app, "/v1/completions", {"prompt": "a", "max_tokens": 2000, "stream": stream})
+        await until(lambda: served.engine.num_open == 1 and (exchange.status == 200 or not stream))
+        held.broken = True
+        await exchange.task
+        if stream:
+            assert "boom" in parse_events(exchange.data)[-1]["error"]["message"]
+        else:
+            assert exchange.status == 503
+            assert "boom" in error_of(exchange)["message"]
+        for path in ("/livez", "/readyz", "/health"):
+            response = await served.request("GET", path)
+            assert (response.status_code, response.json()["status"]) == (503, "dead")
+        refused = await served.request("POST", "/v1/completions", {"prompt": "a"})
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert (await served.request("GET", "/v1/models")).status_code == 200
+
+    run(main())
+
+
+def test_a_stuck_engine_is_not_ready_but_alive_and_comes_back() -> None:
+    async def main() -> None:
+        held = HeldEngine()
+        served = Served(held, watchdog=0.1, keep_alive=0.02)
+        held.go.clear()
+        exchange = Exchange(served.app, "/v1/completions", {"prompt": "a", "max_tokens": 20, "stream": True})
+        await exchange.task
+        assert "stuck" in parse_events(exchange.data)[-1]["error"]["message"]
+        assert (await served.request("GET", "/readyz")).status_code == 503
+        assert (await served.request("GET", "/livez")).status_code == 200
+        held.go.set()
+        await until(lambda: served.engine.health.ready)
+        again = await served.request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 3})
+        assert again.json()["choices"][0]["text"] == "aba"
+        served.engine.stop()
+
+    run(main())
+
+
+def test_draining_lets_streams_end_and_refuses_the_rest() -> None:
+    """B33."""
+
+    async def main() -> None:
+        held = HeldEngine()
+        served = Served(held)
+        exchange = Exchange(served.app, "/v1/completions", {"prompt": "a", "max_tokens": 200, "stream": True})
+        await until(lambda: exchange.status == 200)
+        served.engine.close_doors()
+        refused = await served.request("POST", "/v1/completions", {"prompt": "a"})
+        assert refused.status_code == 503
+        assert (await served.request("GET", "/readyz")).json()["status"] == "draining"
+        assert (await served.request("GET", "/livez")).status_code == 200
+        assert await served.engine.drain(10)
+        await exchange.task
+        assert parse_events(exchange.data)[-1]["choices"][0]["finish_reason"] == "length"
+        served.engine.stop()
+
+    run(main())
+
+
+def test_the_deadline_of_draining_is_an_error_in_the_stream() -> None:
+    async def main() -> None:
+        served = Served(HeldEngine())
+        exchange = Exchange(served.app, "/v1/completions", {"prompt": "a", "max_tokens": 2000, "stream": True})
+        await until(lambda: exchange.status == 200)
+        assert not await served.engine.drain(0.05)
+        await exchange.task
+        assert parse_events(exchange.data)[-1]["error"]["code"] == "unavailable"
+        served.engine.stop()
+
+    run(main())
+
+
+def test_a_failed_request_is_an_error_alone() -> None:
+    """Logits that are not finite: 500, or an event when the headers are out; a neighbour goes on."""
+
+    async def main() -> None:
+        held = HeldEngine(fail_on="bad")
+        served = Served(held)
+        whole, stream, good = (
+            Exchange(served.app, "/v1/completions", {"prompt": prompt, "max_tokens": 5, "stream": stream})
+            for prompt, stream in (("bad", False), ("bad", True), ("ok", False))
+        )
+        await asyncio.gather(whole.task, stream.task, good.task)
+        assert (whole.status, error_of(whole)["type"]) == (500, "server_error")
+        assert "NaN" in parse_events(stream.data)[-1]["error"]["message"]
+        assert json.loads(good.data)["choices"][0]["text"] == "okoko"
+        served.engine.stop()
+
+    run(main())
+
+
+def test_a_reader_that_takes_nothing_is_dropped_and_one_that_is_slow_gets_merged_events() -> None:
+    async def main() -> None:
+        held = HeldEngine()
+        served = Served(held, send_timeout=0.1)
+        gone = Exchange(served.app, "/v1/completions", {"prompt": "a", "max_tokens": 2000, "stream": True})
+        await until(lambda: gone.status == 200)
+        gone.reading.clear()
+        await gone.task
+        assert served.engine.num_open == 0
+        assert not gone.data.endswith(b"[DONE]\n\n")
+        patient = served.with_options(send_timeout=10.0)
+        slow = Exchange(patient.app, "/v1/completions", {"prompt": "abc", "max_tokens": 300, "stream": True})
+        await until(lambda: slow.status == 200)
+        slow.reading.clear()
+        await until(lambda: not held.has_unfinished)
+        slow.reading.set()
+        await slow.task
+        events = parse_events(slow.data)
+        assert "".join(event["choices"][0]["text"] for event in events) == "abc" * 100
+        assert len(events) < 300
+        served.engine.stop()
+
+    run(main())
+
+
+def test_an_answer_can_be_aborted_by_its_id(served: Served, scripted: Scripted) -> None:
+    async def main() -> None:
+        await served.engine.call(lambda: scripted.script([98] * 127))
+        body = {"prompt": ["a", "b"], **LONG, "stream": True}
+        named = Exchange(served.app, "/v1/completions", body, [(b"x-request-id", b"mine")])
+        other = Exchange(served.app, "/v1/completions", body)
+        await until(lambda: served.engine.num_open == 4)
+        nothing = await served.request("POST", "/abort", {"request_id": "cmpl-other"})
+        assert nothing.json() == {"aborted": 0}
+        response = await served.request("POST", "/abort", {"request_id": "cmpl-mine"})
+        assert response.json() == {"aborted": 1}
+        await named.task
+        reasons = [event["choices"][0]["finish_reason"] for event in parse_events(named.data)]
+        assert reasons.count("abort") == 2
+        await served.request("POST", "/abort", {"abort_all": True})
+        await asyncio.gather(named.task, other.task)
+        assert served.engine.num_open == 0
+        assert other.data.endswith(b"data: [DONE]\n\n")
+
+    with paced(scripted.engine):
+        run(main())
+
+
+def test_a_crowd_that_comes_and_goes_leaves_nothing_behind(served: Served, scripted: Scripted) -> None:
+    """Clients of every kind leave at random points, some bodies are wrong; a neighbour's stream is what it is alone."""
+
+    async def client(seed: int) -> None:
+        draw = random.Random(seed)
+        await asyncio.sleep(draw.random() * 0.5)
+        path = draw.choice(ENDPOINTS)
+        body: dict[str, Any] = {**BODIES[path], "stream": draw.random() < 0.5, "max_tokens": draw.randint(1, 60)}
+        body |= draw.choice([{}, {}, {"n": 2}, {"stop": ["c"]}, {"logprobs": 1} if "chat" not in path else {}, {"top_p": 7}])
+        exchange = Exchange(served.app, path, body)
+        if draw.random() < 0.7:
+            await asyncio.sleep(draw.random() * 0.2)
+            exchange.leave()
+        await exchange.task
+        assert exchange.status in (None, 200, 400, 429), exchange.data
+
+    async def main() -> None:
+        await served.engine.call(lambda: scripted.script([98] * 127))
+        alone = Exchange(served.app, "/v1/completions", BODIES["/v1/completions"])
+        await alone.task
+        beside = Exchange(served.app, "/v1/completions", {**BODIES["/v1/completions"], "stream": True})
+        seeds = [random.randrange(2**32) for _ in range(120)]
+        await asyncio.gather(*map(client, seeds), beside.task)
+        text = "".join(event["choices"][0]["text"] for event in parse_events(beside.data))
+        assert text == json.loads(alone.data)["choices"][0]["text"]
+        assert served.engine.num_open == 0
+
+    run(main())
