@@ -20,7 +20,7 @@ import numpy as np
 from bench.rows import Rows
 from llmjax.engine.config import EngineConfig
 from llmjax.sampling_params import SamplingParams
-from llmjax.scheduling.lanes import FIFO, LaneConfig
+from llmjax.scheduling.lane_config import FIFO, LaneConfig
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.request import Request, ScheduledBatch, StepOutput
 from llmjax.scheduling.results import RequestUpdate

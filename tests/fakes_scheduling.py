@@ -16,7 +16,7 @@ import numpy as np
 
 from llmjax.engine.config import EngineConfig
 from llmjax.sampling_params import SamplingParams
-from llmjax.scheduling.lanes import FIFO, LaneConfig
+from llmjax.scheduling.lane_config import FIFO, LaneConfig
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.request import Request, RequestState, ScheduledBatch, ScheduledRow, StepOutput
 from llmjax.scheduling.scheduler import Scheduler

@@ -7,8 +7,8 @@ import math
 
 from llmjax.errors import ConfigError
 from llmjax.scheduling.buckets import choose_row_buckets, choose_token_buckets
-from llmjax.scheduling.lanes import FIFO as FIFO
-from llmjax.scheduling.lanes import LaneConfig as LaneConfig
+from llmjax.scheduling.lane_config import FIFO as FIFO
+from llmjax.scheduling.lane_config import LaneConfig as LaneConfig
 
 PAGE_SIZES = (16, 32, 64)
 DEFAULT_MAX_CONTEXT = 8192

@@ -20,11 +20,11 @@ its head fits.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 from llmjax.errors import QueueFullError
+from llmjax.scheduling.lane_config import FIFO, LaneConfig
 from llmjax.scheduling.output_lengths import OutputLengths
 from llmjax.scheduling.request import Request, RequestState
 
@@ -32,29 +32,6 @@ QUANTUM = 512
 """Tokens a lane earns a round for each unit of its weight: a few short requests, a part of a long one."""
 
 Key = tuple[int, int]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LaneConfig:
-    """One lane of the queue.
-
-    Attributes:
-        name: for metrics and messages.
-        max_tokens: prompt and expected output of the requests it takes, at most; None takes what the lanes before it do not.
-        weight: its part of the tokens while others wait too.
-        depth: requests that wait in it, at most; one more is refused. None sets no limit.
-        timeout: seconds that a request waits for its first row, at most; None sets no limit.
-    """
-
-    name: str
-    max_tokens: int | None = None
-    weight: int = 1
-    depth: int | None = None
-    timeout: float | None = None
-
-
-FIFO = (LaneConfig(name="all"),)
-"""One lane without limits."""
 
 
 class Lanes:

@@ -7,7 +7,7 @@ import random
 import pytest
 from fakes_scheduling import Simulation, make_request
 
-from llmjax.scheduling.lanes import FIFO, LaneConfig
+from llmjax.scheduling.lane_config import FIFO, LaneConfig
 
 
 def simulation(**options):

@@ -10,7 +10,7 @@ from fakes_scheduling import Simulation, make_request
 from bench.scheduler_cost import Loop
 from llmjax.engine.config import EngineConfig
 from llmjax.errors import QueueFullError
-from llmjax.scheduling.lanes import LaneConfig
+from llmjax.scheduling.lane_config import LaneConfig
 from llmjax.scheduling.policy import choose_victim
 from llmjax.scheduling.request import RequestState
 

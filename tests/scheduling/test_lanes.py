@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from llmjax.engine.config import EngineConfig
 from llmjax.errors import ConfigError, QueueFullError
-from llmjax.scheduling.lanes import FIFO, QUANTUM, LaneConfig, Lanes
+from llmjax.scheduling.lane_config import FIFO, LaneConfig
+from llmjax.scheduling.lanes import QUANTUM, Lanes
 from llmjax.scheduling.output_lengths import ENOUGH, PRIOR, WINDOW, OutputLengths
 from llmjax.scheduling.request import RequestState
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from llmjax.errors import QueueFullError
-from llmjax.scheduling.lanes import FIFO, LaneConfig
+from llmjax.scheduling.lane_config import FIFO, LaneConfig
 
 LANES = (
     FIFO,
