@@ -66,8 +66,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             if best is None:
                 continue
             outcomes.append((case, best, xla))
-            if key is not None and xla is not None:
-                entries.setdefault(case.operation.name, []).append(_entry(case, best, xla, key, command))
+            known = entries.setdefault(case.operation.name, [])
+            # Variants that a key does not tell apart (a window, slopes) follow the plain case, whose choice it is.
+            if key is not None and xla is not None and all(entry["key"] != key for entry in known):
+                known.append(_entry(case, best, xla, key, command))
         if args.tune and device is not None:  # after every group: a run that is cut off keeps what it has
             tuning.save(tuning.path_of(device) if args.tune is True else Path(args.tune), device, entries)
     if waiting:

@@ -22,6 +22,7 @@ MAX_CHOICES = 128
 MAX_SALT_CHARS = 1024
 GREEDY_TEMPERATURE = 1e-3
 _INT32_MAX = 2**31 - 1
+_INT32_DIGITS = 10  # int() refuses texts of more than a few thousand
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,7 +194,7 @@ def _bias(value: Any) -> dict[int, float] | None:
         raise RequestError(f"logit_bias takes at most {MAX_LOGIT_BIAS} ids, got {len(value)}", "logit_bias")
     out: dict[int, float] = {}
     for key, number in value.items():
-        if isinstance(key, str) and key.isascii() and key.isdigit():  # JSON object keys are strings
+        if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= _INT32_DIGITS:  # JSON's keys are strings
             key = int(key)
         _integer("logit_bias", key, 0, _INT32_MAX)
         if key in out:

@@ -26,7 +26,7 @@ class FakeTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode(errors="replace")
 
     def render_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
@@ -53,10 +53,11 @@ class FakeEngine:
         self._fail_on = fail_on
         self._ids = itertools.count()
         self._live: dict[str, tuple[RequestOutput, SamplingParams]] = {}
+        self._aborted: list[RequestOutput] = []
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._live)
+        return bool(self._live or self._aborted)
 
     def add_request(
         self,
@@ -95,9 +96,19 @@ class FakeEngine:
         return request_id
 
     def abort(self, request_id: str) -> None:
-        self._live.pop(request_id, None)
+        output, _ = self._live.pop(request_id, (None, None))
+        if output is not None:
+            output.new_text, output.new_token_ids = [[""] * len(output.outputs), [[] for _ in output.outputs]]
+            for choice in output.outputs:
+                choice.finish_reason = choice.finish_reason or "abort"
+            output.finished = True
+            self._aborted.append(output)
 
     def step(self) -> list[RequestOutput]:
+        aborted, self._aborted = self._aborted, []
+        return aborted + self._step()
+
+    def _step(self) -> list[RequestOutput]:
         rows = list(itertools.islice(self._live.items(), self.config.max_sequences))
         self.stats.peak_pages_used = max(self.stats.peak_pages_used, len(rows))
         return [self._advance(request_id, output, params) for request_id, (output, params) in rows]

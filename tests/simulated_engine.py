@@ -82,6 +82,7 @@ class SimulatedEngine:
         assert not self.has_unfinished
         self.policies.append(policy)
         self.config = dataclasses.replace(self.config, **policy)
+        self.pool.forget_all()
         self.scheduler = Scheduler(self.config, self.pool)
 
     def add_chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams) -> str:
@@ -94,7 +95,9 @@ class SimulatedEngine:
             raise ContextLengthError(f"the prompt has {len(ids)} tokens", "prompt")
         name = f"sim-{next(self._ids)}"
         assert params.max_tokens is not None
-        request = Request(request_id=name, prompt_ids=ids, params=params, seed=0, limit=min(left, params.max_tokens))
+        request = Request(
+            request_id=name, prompt_ids=ids, params=params, seed=0, limit=min(left, params.max_tokens), arrival_time=self.now
+        )
         self.scheduler.add(request)
         self._live[name] = (request, CompletionOutput(0))
         self._queued[name], self._waited[name] = self.now, 0.0
@@ -111,7 +114,7 @@ class SimulatedEngine:
         if self._interrupt_at is not None and self.now >= self._interrupt_at:
             self._interrupt_at = None
             raise KeyboardInterrupt
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(self.now)
         if batch is not None:
             self._dispatched(batch)
         if self._pending and (batch is None or len(self._pending) > 1):

@@ -76,7 +76,7 @@ class AsyncEngine:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open: dict[RequestStream, None] = {}  # not ended, known to the engine or not; guarded by the lock
         self._lock = threading.Lock()
-        self._streams: dict[str, RequestStream] = {}  # the engine thread's: those in the engine, by request id
+        self._streams: dict[str, RequestStream | None] = {}  # None: aborted, nobody reads its last output
         self._choices = 0  # the engine thread's: theirs
         self._finish_times: collections.deque[float] = collections.deque(maxlen=64)
         self._ids = itertools.count()
@@ -343,6 +343,8 @@ class AsyncEngine:
                     self._hand_out(self._engine.step())
             for request_id in list(self._streams):
                 self._engine.abort(request_id)
+            while self._engine.has_unfinished:  # launches in flight: the engine is left without requests
+                self._hand_out(self._engine.step())
         except BaseException as error:
             reason = str(error) if isinstance(error, LlmjaxError) else f"{type(error).__name__}: {error}"
             self._death = f"the engine has died ({reason.splitlines()[0] if reason else 'no message'})"
@@ -372,6 +374,8 @@ class AsyncEngine:
         if stream.closed:
             return
         try:
+            if stream.request_id in self._streams:  # also one that was aborted, until its last output has been handed out
+                raise RequestError(f"request id {stream.request_id!r} is in use by an unfinished request", "request_id")
             if self._choices + stream.params.n > self._capacity:
                 raise QueueFullError(
                     f"the queue is full: {self._choices} choices run or wait, at most {self._capacity} may; try again later",
@@ -389,10 +393,11 @@ class AsyncEngine:
             self._drop(stream)
 
     def _drop(self, stream: RequestStream) -> None:
-        """Nobody reads it any more."""
+        """Nobody reads it any more. Its place is free, its id when its last output is out."""
         if self._streams.get(stream.request_id) is stream:
             self._engine.abort(stream.request_id)
             self._forget(stream)
+            self._streams[stream.request_id] = None
 
     def _forget(self, stream: RequestStream) -> None:
         del self._streams[stream.request_id]
@@ -405,6 +410,8 @@ class AsyncEngine:
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
+                if output.finished:
+                    self._streams.pop(output.request_id, None)
                 continue
             if output.finished:
                 self._forget(stream)

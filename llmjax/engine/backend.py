@@ -69,7 +69,7 @@ def use_compile_cache(folder: str | Path) -> None:
 
     path = str(folder)
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
+        Path(path).mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         log.warning("compile cache %s cannot be made (%s); going on without", path, error.strerror or error)
         return

@@ -6,9 +6,13 @@ simulation in virtual time. It must not know profiles, percentiles or reports.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from llmjax.engine.outputs import RequestOutput
@@ -100,6 +104,30 @@ class Target(Protocol):
         """Its state now; None where it does not tell."""
 
 
+@contextlib.contextmanager
+def _whole_step() -> Iterator[None]:
+    """Inside, on the main thread, a first Ctrl-C waits until the end: an engine that is interrupted in a launch is lost. A second
+    one does not wait."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = False
+
+    def on_interrupt(number: int, frame: types.FrameType | None) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+    if came:
+        raise KeyboardInterrupt
+
+
 class EngineTarget:
     """An engine of this process; its loop runs inside `poll`. Nobody else may use the engine meanwhile.
 
@@ -137,14 +165,16 @@ class EngineTarget:
             if until is not None:
                 self._sleep(max(0.0, until - self._clock()))
             return ()
-        outputs = self._engine.step()
+        with _whole_step():
+            outputs = self._engine.step()
         now = self._clock()
         return [_event(output, now) for output in outputs]
 
     def settle(self) -> None:
         """See `Target`."""
         while self._engine.has_unfinished:
-            self._engine.step()
+            with _whole_step():
+                self._engine.step()
 
     def gauge(self) -> Gauge | None:
         """See `Target`."""

@@ -350,7 +350,7 @@ class _BatchRun:
 
     def _decode(self, ids: list[int]) -> str:
         tokenizer = self._engine.tokenizer
-        return "" if tokenizer is None else str(tokenizer.decode(ids))
+        return "" if tokenizer is None else str(tokenizer.decode(ids, skip_special_tokens=False))
 
     def _tell(self) -> None:
         if self._progress is not None:

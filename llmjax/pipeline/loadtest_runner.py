@@ -61,7 +61,8 @@ def run_loadtest(llm: Any, context: StageContext[LoadtestSection]) -> Report:
             tell=lambda run: context.reporter.message("info", f"{context.name}: {run.line()}"),
         )
     finally:
-        engine.set_policy(**base)
+        if not engine.has_unfinished:  # else its loop has failed, which is the error to tell
+            engine.set_policy(**base)
     for system in systems:
         if system.same_as:
             context.reporter.message("info", f"{context.name}: {system.name} is not run: {system.about}")

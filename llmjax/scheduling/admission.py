@@ -67,8 +67,11 @@ class Admission:
             wanted[request.lane] += min(self._config.prefill_chunk, request.num_prefill_tokens - request.num_computed_tokens)
         for request, overdue in self._lanes.candidates(now) if free_rows else ():
             if self._fits(request, running, free_rows, overdue, promised=0):
-                wanted[request.lane] += self._lanes.wanted(request.lane, free_rows, budget)
+                wanted[request.lane] += self._lanes.wanted(request.lane, free_rows, budget, self._to_compute)
         return self._lanes.share_out(wanted, budget)
+
+    def _to_compute(self, request: Request) -> int:
+        return request.num_tokens - (0 if self._prefixes is None else self._prefixes.num_found(request))
 
     def _fits(self, request: Request, running: Sequence[Request], free_rows: int, overdue: bool, promised: int) -> bool:
         """Whether the pool holds a waiting request with its reserve (see the scheduler's "No ping-pong"; where full

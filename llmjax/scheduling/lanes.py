@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from llmjax.errors import QueueFullError
 from llmjax.scheduling.lane_config import FIFO, LaneConfig
@@ -170,13 +170,13 @@ class Lanes:
 
     # How lanes share a launch
 
-    def wanted(self, lane: int, rows: int, budget: int) -> int:
-        """Tokens that the first `rows` waiting requests of a lane have to compute, or `budget` if that is less."""
+    def wanted(self, lane: int, rows: int, budget: int, cost: Callable[[Request], int]) -> int:
+        """Tokens that the first `rows` waiting requests of a lane have to compute, by `cost`, or `budget` if that is less."""
         tokens = 0
         for request in self._lanes[lane].waiting:
             if rows == 0 or tokens >= budget:
                 break
-            tokens += request.num_tokens
+            tokens += cost(request)
             rows -= 1
         return min(tokens, budget)
 

@@ -58,6 +58,10 @@ class PrefixCache:
         """Pages the request would find that others hold: so many fewer must be free for it."""
         return sum(self._pool.holders(page) > 0 for page in self._find(request))
 
+    def num_found(self, request: Request) -> int:
+        """Known tokens that the request would not compute."""
+        return len(self._find(request)) * self._pool.page_size
+
     def begin(self, request: Request) -> None:
         """Give a request that has no pages those that hold the beginning of its known tokens."""
         pages = self._find(request)

@@ -64,7 +64,7 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
 }
 # What a template is rendered with anyway; setting it here would mean something else than the same field of the body.
-_NOT_FOR_TEMPLATES = frozenset({"messages", "params", "request_id", "self", "template", "wake"})
+_NOT_FOR_TEMPLATES = frozenset({"messages", "params", "priority", "request_id", "self", "template", "wake"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

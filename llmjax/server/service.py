@@ -58,7 +58,8 @@ class Service:
         ignored: list[str] = []
         if isinstance(body, Mapping) and not self.config.strict:
             ignored = unknown_fields(endpoint, body)
-            body = {name: value for name, value in body.items() if name not in set(ignored)}
+            left_out = set(ignored)
+            body = {name: value for name, value in body.items() if name not in left_out}
         request = parse_request(endpoint, body)
         if request.stream and request.prompt_logprobs_asked:
             raise RequestError(

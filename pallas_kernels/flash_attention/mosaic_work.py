@@ -82,7 +82,7 @@ class Unit:
         whole = lax.max(whole - (plan.bias_width - 1), zero) if plan.bias_width else whole
         self._full = lax.clamp(self._first, begin, self._end)
         self.full = lax.max(lax.min(lax.div(whole, keys), self._end) - self._full, zero)
-        self.steps = lax.max(self._end - self._first, zero)
+        self.steps = lax.max(self._end - self._first, jnp.int32(1))  # a unit of none would break the warpgroups' turns
 
     def start(self, step: Array) -> Array:
         """The first key of a step's block, counted from the beginning of the row."""

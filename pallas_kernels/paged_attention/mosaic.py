@@ -358,6 +358,8 @@ def _reason(shape: Shape, config: Config) -> str | None:
         return "a relative bias takes one head a copy"
     if plan.shared_bytes > SHARED_BYTES:
         return f"{plan.shared_bytes} bytes of shared memory, at most {SHARED_BYTES}"
+    if config.team > 2 and max(shape.head_dim, plan.block_rows) > 128:
+        return f"a team of {config.team} has registers for head dims and blocks of 128 at most"
     if config.team > 1 and (plan.copier or config.team > MAX_TEAM or config.team * config.stages > MAX_BARRIERS):
         return f"a team of {config.team} takes one query tile, no copier and {MAX_TEAM} members or {MAX_BARRIERS} blocks at most"
     return None

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jax import Array
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+MAX_TOKENS = 65535  # an axis of the grid
 HEADS = (1, 2, 4, 8, 16, 32)
 MAX_PIECES = 8
 """Heads of a piece, pieces of a CTA: more would not fit into registers."""
@@ -92,6 +93,8 @@ def shape_key(
         raise UnsupportedShape(f"bfloat16 only, got {qkv.dtype} q, k, v and {k_cache.dtype}, {v_cache.dtype} caches")
     if any(table.dtype != jnp.float32 for table in (cos, sin, *norms)):
         raise UnsupportedShape("cos, sin and norms must be float32")
+    if pages.shape[0] > MAX_TOKENS:
+        raise UnsupportedShape(f"at most {MAX_TOKENS} tokens, got {pages.shape[0]}")
     if head_dim not in HEAD_DIMS:
         raise UnsupportedShape(f"head dims {', '.join(map(str, HEAD_DIMS))}, got {head_dim}")
     heads = qkv.shape[1] // head_dim - 2 * kv_heads

@@ -258,7 +258,7 @@ def test_the_engines_death_ends_every_stream_and_shows() -> None:
 def test_a_stuck_step_ends_streams_in_time_and_passes() -> None:
     async def main() -> None:
         fake = HeldEngine()
-        async with running(fake, watchdog=0.05) as engine:
+        async with running(fake, watchdog=0.5) as engine:
             fake.go.clear()
             stream = await engine.submit("a", LONG)
             with pytest.raises(EngineError, match="stuck"):
@@ -334,3 +334,35 @@ def test_a_loop_that_was_closed_does_not_keep_its_requests() -> None:
 async def _last(generator: AsyncIterator[RequestOutput]) -> RequestOutput:
     outputs = [output async for output in generator]
     return outputs[-1]
+
+
+def test_an_id_in_use_is_refused_until_its_last_output_is_out() -> None:
+    """Also when it was aborted a moment ago: the old request's end must not reach the new one's reader."""
+
+    async def main() -> None:
+        fake = HeldEngine()
+        async with running(fake) as engine:
+            fake.go.clear()
+            first = await engine.submit("a", LONG, request_id="x")
+            engine.abort("x")
+            again = asyncio.create_task(engine.submit("b", LONG, request_id="x"))
+            await asyncio.sleep(0.01)
+            fake.go.set()
+            with pytest.raises(RequestError, match="in use"):
+                await again
+            assert [output async for output in first][-1].outputs[0].finish_reason == "abort"
+            await until(lambda: not fake.has_unfinished)
+            last = [output async for output in engine.generate("b", SamplingParams(max_tokens=3), request_id="x")][-1]
+            assert last.outputs[0].text == "bbb"
+
+    run(main)
+
+
+def test_a_stopped_engine_is_left_without_requests() -> None:
+    async def main() -> None:
+        fake = HeldEngine()
+        async with AsyncEngine(fake) as engine:
+            await engine.submit("a", LONG)
+        assert not fake.has_unfinished
+
+    run(main)

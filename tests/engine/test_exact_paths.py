@@ -135,6 +135,7 @@ def check_chunks_and_arrivals(model: str, path: Path) -> None:
     engine = engine_for(model, path)
     for chunk, arrival in itertools.product(FACTORS["prefill_chunk"], FACTORS["arrival"]):
         # The chunk size is the scheduler's alone: the compiled programs serve all of them.
+        engine.pool.forget_all()  # every prompt is computed in chunks of this size
         engine.scheduler = Scheduler(dataclasses.replace(engine.config, prefill_chunk=chunk), engine.pool)
         check(engine, model, arrival)
     if path.tight and path.page_size == 16:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -214,3 +216,27 @@ def test_an_interrupted_suite_ends_with_the_part_it_has() -> None:
     assert len(report.runs) < 6
     assert "(interrupted)" in report.runs[-1].line()
     assert not report.missed
+
+
+def test_a_signal_waits_for_the_end_of_a_step() -> None:
+    """A launch that was interrupted is lost, and the engine with it; so is the report, if the engine cannot be left tidy."""
+
+    class Interrupted(SimulatedEngine):
+        whole = 0
+
+        def step(self) -> Any:
+            if self.whole == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            outputs = super().step()
+            self.whole += 1
+            return outputs
+
+    engine = Interrupted()
+    target = EngineTarget(engine, clock=engine.clock, sleep=engine.sleep)
+    requests = [TrafficRequest([1, 2, 3], 40, 40) for _ in range(3)]
+    before = signal.getsignal(signal.SIGINT)
+    trace = drive(target, requests, arrivals.closed_loop(3))
+    assert trace.interrupted
+    assert engine.whole >= 4
+    assert not engine.has_unfinished
+    assert signal.getsignal(signal.SIGINT) is before

@@ -187,7 +187,7 @@ def test_a_dead_engine_ends_streams_with_an_error_and_shows(stream: bool) -> Non
 def test_a_stuck_engine_is_not_ready_but_alive_and_comes_back() -> None:
     async def main() -> None:
         held = HeldEngine()
-        served = Served(held, watchdog=0.1, keep_alive=0.02)
+        served = Served(held, watchdog=0.5, keep_alive=0.02)
         held.go.clear()
         exchange = Exchange(served.app, "/v1/completions", {"prompt": "a", "max_tokens": 20, "stream": True})
         await exchange.task

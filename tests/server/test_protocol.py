@@ -358,3 +358,13 @@ def test_good_json_is_what_the_standard_library_says() -> None:
     data = json.dumps({"a": [1, 2.5, None, True, "é\0"]}).encode()
     assert load_json(data) == json.loads(data)
     assert load_json('"x"') == "x"
+
+
+def test_a_hundred_thousand_keys_are_no_work() -> None:
+    """Looked through once each: anything quadratic would take hours, and a server answers nobody else meanwhile."""
+    names = [f"x{number}" for number in range(100_000)]
+    body = json.dumps(dict.fromkeys(names, 1))
+    assert len(load_json(body)) == len(names)
+    with pytest.raises(RequestError, match="the key 'x99999' appears twice"):
+        load_json(body[:-1] + ', "x99999": 2}')
+    assert "logit_bias" in str(refused("completions", PROMPT["completions"] | {"logit_bias": {"9" * 5000: 1}}))
