@@ -198,7 +198,9 @@ def test_a_refused_request_leaves_no_trace():
 
 def churn(requests, *, lanes, seed):
     """Random traffic through the scheduler alone: bursts, aborts, stops, time-outs, and integrity every 1000 steps."""
-    config = EngineConfig(max_sequences=32, max_tokens_per_step=512, prefill_chunk=256, decode_steps=8, lanes=lanes)
+    config = EngineConfig(
+        max_sequences=32, max_tokens_per_step=512, prefill_chunk=256, decode_steps=8, lanes=lanes, prefix_cache=False
+    )
     loop = Loop(config, num_pages=400, stop_share=0.05, seed=seed)
     rng = random.Random(seed)
     added, live, reasons, most, steps = 0, {}, {}, 0, 0
