@@ -56,6 +56,11 @@ class FakeEngine:
         self._aborted: list[RequestOutput] = []
 
     @property
+    def num_running(self) -> int:
+        """Requests that have not ended, those with a last output still to be taken not among them."""
+        return len(self._live)
+
+    @property
     def has_unfinished(self) -> bool:
         return bool(self._live or self._aborted)
 

@@ -385,7 +385,7 @@ def test_ctrl_c_ends_an_answer_between_two_steps(run: Run, llm: FakeLLM) -> None
     before = signal.getsignal(signal.SIGINT)
     code, out, _ = run("generate", "abcdef", "-m", "x")
     assert (code, out) == (130, "abc\n")
-    assert not llm.engine.has_unfinished
+    assert llm.engine.num_running == 0
     steps = 0
     code, out, _ = run("chat", "-m", "x", "--max-tokens", 5, stdin="one\ntwo\n")
     assert (code, out) == (0, "<us\n<user\n")  # the first answer was cut short, the conversation went on

@@ -52,7 +52,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture(scope="module")
 def shared() -> Engine:
     # Eight pages of 16 tokens: one long request at a time.
-    return Scripted(None, lanes=LANES, max_wait=2.0, max_sequences=2, row_buckets=(2,), kv_cache_bytes=9 * 16 * 2 * 2 * 4).engine
+    pool = 9 * 16 * 2 * 2 * 4
+    return Scripted(
+        None, lanes=LANES, max_wait=2.0, max_sequences=2, row_buckets=(2,), kv_cache_bytes=pool, prefix_cache=False
+    ).engine
 
 
 @pytest.fixture

@@ -246,7 +246,7 @@ def test_a_full_queue_fails_no_line_and_loses_no_output(tmp_path: Path, monkeypa
     wrong = {"prompt": ["ab", "cd", "ef", [300]], "max_tokens": 2}
     out, report = batch(tmp_path, [openai_line("wrong", wrong), openai_line("fine")], llm, resume="replace")
     assert {record["custom_id"]: record["error"] is None for record in out} == {"wrong": False, "fine": True}
-    assert not llm.engine.has_unfinished
+    assert llm.engine.num_running == 0
 
 
 def test_a_line_that_waited_too_long_is_a_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def test_the_engine_holds_a_bounded_number_of_choices(tmp_path: Path) -> None:
     out, report = batch(tmp_path, lines, llm)
     assert (len(out), report.answered) == (200, 200)
     assert 8 <= llm.engine.most_choices < 8 + 3
-    assert not llm.engine.has_unfinished
+    assert llm.engine.num_running == 0
     assert report.peak_pages_used == 4
 
 
@@ -294,7 +294,7 @@ def test_an_engine_that_dies_leaves_results_and_no_requests_behind(tmp_path: Pat
     with pytest.raises(RuntimeError, match="gone"):
         run_batch(llm, input=source, output=tmp_path / "out.jsonl", checkpoint_every=1000, defaults={"max_tokens": 2})
     assert len(records(tmp_path / "out.jsonl")) == 20
-    assert not llm.engine.has_unfinished
+    assert llm.engine.num_running == 0
     report = run_batch(FakeLLM(), input=source, output=tmp_path / "out.jsonl", resume=True, defaults={"max_tokens": 2})
     assert (report.skipped, report.answered) == (20, 30)
 
