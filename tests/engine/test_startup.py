@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -102,7 +103,8 @@ def test_what_another_process_lowers_is_what_is_lowered_here() -> None:
         for key, future in futures.items():
             theirs = lower_exported(future.result(), key, model, tiny)
             ours = lower_exported(export(key, model, tiny, "cpu"), key, model, tiny)
-            assert theirs.as_text() == ours.as_text()
+            numbers = re.compile(r"@(\w+?)_\d+\b")  # a process that has traced more counts further
+            assert numbers.sub(r"@\1", theirs.as_text()) == numbers.sub(r"@\1", ours.as_text())
             assert (
                 theirs.as_text().count("tf.aliasing_output") >= lower(key, model, tiny).as_text().count("tf.aliasing_output") > 0
             )
