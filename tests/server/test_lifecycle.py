@@ -64,7 +64,8 @@ def test_clients_that_leave_free_everything_at_once(served: Served, scripted: Sc
         stays = Exchange(served.app, path, body)
         await until(lambda: served.engine.num_open == 1)
         leave = [Exchange(served.app, path, body) for _ in range(8)]
-        await until(lambda: served.engine.num_open == 9 and scripted.engine.scheduler.num_running == 4)
+        scheduler = scripted.engine.scheduler
+        await until(lambda: (served.engine.num_open, scheduler.num_running, scheduler.num_waiting) == (9, 4, 5))
         aborted = scripted.engine.stats.finished["abort"]
         for exchange in leave:
             exchange.leave()
@@ -72,7 +73,7 @@ def test_clients_that_leave_free_everything_at_once(served: Served, scripted: Sc
         await served.engine.call(lambda: None)
         assert scripted.engine.scheduler.num_running <= 1
         assert scripted.engine.scheduler.num_waiting == 0
-        assert aborted < scripted.engine.stats.finished["abort"] <= aborted + 8  # one may have come to its end before
+        assert scripted.engine.stats.finished["abort"] == aborted + 8
         at_full_speed.set()
         await stays.task
         await asyncio.gather(*(exchange.task for exchange in leave))
@@ -242,17 +243,17 @@ def test_a_failed_request_is_an_error_alone() -> None:
 
     async def main() -> None:
         held = HeldEngine(fail_on="bad")
-        served = Served(held)
+        served = Served(held, keep_alive=0.02)
+        held.go.clear()
         whole, stream, good = (
             Exchange(served.app, "/v1/completions", {"prompt": prompt, "max_tokens": 5, "stream": stream})
             for prompt, stream in (("bad", False), ("bad", True), ("ok", False))
         )
+        await until(lambda: stream.status == 200)
+        held.go.set()
         await asyncio.gather(whole.task, stream.task, good.task)
         assert (whole.status, error_of(whole)["type"]) == (500, "server_error")
-        if stream.status == 200:  # the headers were out
-            assert "NaN" in parse_events(stream.data)[-1]["error"]["message"]
-        else:
-            assert (stream.status, error_of(stream)["type"]) == (500, "server_error")
+        assert "NaN" in parse_events(stream.data)[-1]["error"]["message"]
         assert json.loads(good.data)["choices"][0]["text"] == "okoko"
         served.engine.stop()
 
