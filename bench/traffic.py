@@ -5,14 +5,14 @@
 
 - continuous batching: instead, static batches of 8 that are waited for (`static`);
 - pages on demand: instead, the pages of a request's full length are reserved when it starts (`whole_length`);
-- lanes: instead, first come, first served (`fifo`); not run while the engine has no lanes, for it would be the same.
+- lanes: instead, first come, first served (`fifo`); not run while the engine has one lane, for it would be the same.
 
 Clients in a closed loop (30, and three times as many), lengths of the documented mixed trace (a tiny model: an eighth of them).
 Requests ask for the trace's largest output and are stopped when they have their own, so that lengths cannot be foreseen. The pool
 is limited to 1.2 times the mean demand (the pages of as many requests as there are clients, on average), or nothing would show.
 
 Beside each technique stands what two field reports told of their own systems. `pages_used` (they hold tokens) and
-`pages_reserved` are peaks in shares of the pool. An engine that does not time its requests has no `queue_ms`.
+`pages_reserved` are peaks in shares of the pool.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from llmjax.cli.options import (
     Sets,
     check_one_model,
 )
-from llmjax.cli.pipelines import run_pipeline
+from llmjax.cli.pipelines import is_pipeline, run_pipeline
 from llmjax.errors import ConfigError
 
 Source = Annotated[
@@ -140,16 +140,11 @@ def _bench(
     log: LogForm | None,
 ) -> None:
     """Run the load test on the engine of a file, or on the shipped pipeline 'bench' with a model of its own."""
-    from llmjax.pipeline import shipped_names
-
-    is_file = source is not None and (
-        source.endswith((".yaml", ".yml")) or (source in shipped_names() and not Path(source).exists())
-    )
     values: dict[str, Any] = {}
-    if is_file:
+    if source is not None and is_pipeline(source):
         if package is not None or random is not None:
             raise ConfigError("give a pipeline, or --package or --random, not both")
-        file = str(source)
+        file = source
         model, runs = _stages_of(file, values)
     else:
         check_one_model(None if source is None else Path(source), package, random)

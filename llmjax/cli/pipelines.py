@@ -150,7 +150,7 @@ def serve(
         "stages.serve.api_key_file": None if api_key_file is None else str(api_key_file),
     }
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if what is not None and _is_pipeline(what):
+    if what is not None and is_pipeline(what):
         if package is not None or random is not None:
             raise ConfigError("give a pipeline or a model, not both")
         file = what
@@ -170,7 +170,8 @@ def serve(
     run_pipeline(file, log=log, sets=sets or (), overlays=overlay or (), values=values)
 
 
-def _is_pipeline(what: str) -> bool:
+def is_pipeline(what: str) -> bool:
+    """Whether an argument that may also be a model names a pipeline: a file, or a shipped one no folder has the name of."""
     from llmjax.pipeline import shipped_names
 
     return what.endswith((".yaml", ".yml")) or (what in shipped_names() and not os.path.exists(what))

@@ -28,7 +28,7 @@ def _whole_length(engine_config: Any, static_batch: int) -> System:
 
 
 def _first_come(engine_config: Any, static_batch: int) -> System:
-    lanes: Sequence[Any] = getattr(engine_config, "lanes", ())
+    lanes: Sequence[Any] = engine_config.lanes
     if len(lanes) < 2:
         return System("fifo", "the engine is first come, first served: the same policy", same_as=OURS.name)
     one = dataclasses.replace(lanes[-1], depth=None, timeout=None)

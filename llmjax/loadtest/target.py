@@ -194,7 +194,7 @@ def _event(output: RequestOutput, now: float) -> TokenEvent:
     if output.finished:
         reasons = [str(choice.finish_reason) for choice in output.outputs]
         reason = next((r for r in reasons if r not in ("stop", "length")), reasons[0])
-    timings = getattr(output, "timings", None)  # of engines that time their requests, with the last output
+    timings = output.timings  # with the last output
     return TokenEvent(
         request_id=output.request_id,
         time=now,

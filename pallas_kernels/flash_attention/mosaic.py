@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
+from pallas_kernels.attention_sizes import PAGES, SHARED_BYTES
 from pallas_kernels.dispatch import UnsupportedShape
 from pallas_kernels.flash_attention.mosaic_plan import ALIGN, Operands, Plan, bias_strips, ordered, slope_rows
 from pallas_kernels.flash_attention.tiles import cut
@@ -26,12 +27,8 @@ if TYPE_CHECKING:
 HEAD_DIMS = (64, 128, 192, 256)
 """Single rows of results leave by the copy engine, which wants them at 128 bytes: not 80 and 96."""
 
-PAGES = (16, 32, 64)
 MAX_BIAS = 1024
 """Distances with a relative bias of their own: they are written out for each tile row."""
-
-SHARED_BYTES = 232448 - 1024
-"""Shared memory that a CTA may use, its barriers left out."""
 
 INTERPRETED_CTAS = 3
 

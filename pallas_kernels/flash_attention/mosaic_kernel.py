@@ -21,18 +21,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.flash_attention.mosaic_plan import ALIGN, LOG2E, TILE, WARPGROUPS, Operands, Plan
+from pallas_kernels.attention_sizes import LOG2E, TILE
+from pallas_kernels.flash_attention.mosaic_plan import ALIGN, WARPGROUPS, Operands, Plan
 from pallas_kernels.flash_attention.mosaic_work import Copier, Unit, Units
+from pallas_kernels.online_softmax import NOTHING, ROWS, across, add_values, capped
 
 if TYPE_CHECKING:
     from jax import Array
 
-NOTHING = -1e30
-"""The running maximum before anything was seen: finite, so that a masked score (-inf) has weight 0 and never gives NaN."""
-
 COPY_REGISTERS, COMPUTE_REGISTERS = 40, 232
 
-_ROWS = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a tile
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 _Carry = tuple[Any, Any, Any]
@@ -158,8 +156,8 @@ class _Warpgroup:
         queries = self.q_ring.at[slot, self.warpgroup]
         carry: _Carry = (
             plgpu.layout_cast(jnp.zeros((TILE, plan.head_dim), jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((TILE,), NOTHING, jnp.float32), _ROWS),
-            plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), _ROWS),
+            plgpu.layout_cast(jnp.full((TILE,), NOTHING, jnp.float32), ROWS),
+            plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), ROWS),
         )
         step = functools.partial(self._step, unit, queries, rows, done)
 
@@ -174,7 +172,7 @@ class _Warpgroup:
         if plan.lse:
             self.results["lse"][unit.tile, unit.group, self.warpgroup] = peak + jnp.log2(total)
         inverse = 1.0 / jnp.where(total > 0.0, total, 1.0)
-        self._store(acc * _across(inverse, acc.shape), unit)
+        self._store(acc * across(inverse, acc.shape), unit)
         if plan.q_stages == 1:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(self.buffers["q_free"].at[slot])
@@ -183,12 +181,12 @@ class _Warpgroup:
     def _row_data(self, unit: Unit) -> dict[str, Array]:
         """What does not change from block to block: the position of each tile row, its slope, its bias from far away."""
         plan = self.plan
-        row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=_ROWS)
+        row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=ROWS)
         token = row - lax.div(row, jnp.int32(plan.tokens)) * plan.tokens
         found = {"position": token + (unit.position + self.warpgroup * plan.tokens)}
         for name in ("slopes", "far"):
             if name in self.inputs:
-                found[name] = plgpu.load(self.inputs[name].at[unit.group], layout=_ROWS, optimized=False)
+                found[name] = plgpu.load(self.inputs[name].at[unit.group], layout=ROWS, optimized=False)
         return found
 
     def _step(
@@ -217,9 +215,9 @@ class _Warpgroup:
         new_peak = jnp.maximum(peak, highest if shift is None else highest + shift)
         decay = jnp.exp2(peak - new_peak)
         low = new_peak if shift is None else new_peak - shift
-        weights = jnp.exp2(scores * factor - _across(low, shape))
+        weights = jnp.exp2(scores * factor - across(low, shape))
         total = total * decay + weights.sum(axis=1)
-        acc = acc * _across(decay, acc.shape)
+        acc = acc * across(decay, acc.shape)
         narrow = weights.astype(self.buffers["v_ring"].dtype)
         acc, total, new_peak, narrow = lax.optimization_barrier((acc, total, new_peak, narrow))
 
@@ -242,16 +240,14 @@ class _Warpgroup:
         if not self.soft_cap and len(rows) == 1:
             return scores, factor, None
         if self.soft_cap:
-            # tanh(x) as 1 - 2 / (exp(2 x) + 1): the hardware's own tanh is off by up to 5e-4.
-            power = jnp.exp2(scores * (2 * LOG2E * self.scale / self.soft_cap))
-            scores = (LOG2E * self.soft_cap) - (2 * LOG2E * self.soft_cap) / (power + 1.0)
+            scores = capped(scores, self.scale, self.soft_cap)
         else:
             scores = scores * factor
         if "slopes" in rows:
             # Slope times column would be the same in every block, so the compiler would keep it, and spill.
             column = plgpu.broadcasted_iota(jnp.int32, (plan.keys,), 0, layout=_COLUMNS).astype(jnp.float32)
-            distance = _across((start - rows["position"]).astype(jnp.float32), shape) + lax.broadcast_in_dim(column, shape, [1])
-            scores = scores + _across(rows["slopes"], shape) * distance
+            distance = across((start - rows["position"]).astype(jnp.float32), shape) + lax.broadcast_in_dim(column, shape, [1])
+            scores = scores + across(rows["slopes"], shape) * distance
         if "far" in rows and masked:
             position = unit.position + self.warpgroup * plan.tokens
             place = lax.max(plan.strip_start - (position - start), jnp.int32(0))
@@ -269,21 +265,11 @@ class _Warpgroup:
             high = position - start
         else:
             high = lax.min(position + (unit.reach - 1), jnp.broadcast_to(unit.length - 1, position.shape)) - start
-        return (column <= _across(high, shape)) & (column >= _across(low, shape))
+        return (column <= across(high, shape)) & (column >= across(low, shape))
 
     def _add_values(self, acc: Array, weights: Array, slot: Array) -> Array:
-        values = self.buffers["v_ring"].at[slot]
-        if self.plan.interpreted:  # the interpreter multiplies only what lies in shared memory
-            buffer = self.buffers["weights"].at[self.warpgroup]
-            buffer[...] = weights
-            plgpu.commit_smem()
-
-            def product(result: Any) -> Array:
-                plgpu.wgmma(result, buffer, values)
-                return result[...]
-
-            return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
-        return pl.run_state(lambda result: plgpu.wgmma(result, weights, values))(plgpu.ACC.init(acc))
+        buffer = self.buffers["weights"].at[self.warpgroup] if self.plan.interpreted else None
+        return add_values(acc, weights, self.buffers["v_ring"].at[slot], buffer)
 
     def _clean(self, unit: Unit, slot: Array, start: Array) -> None:
         """Zeroes the values of keys that the row does not own or that no query sees: a weight of 0 does not silence a NaN.
@@ -327,8 +313,3 @@ class _Warpgroup:
                 for head in range(plan.heads):
                     source = self.single.at[self.warpgroup, pl.ds(head * plan.tokens + one, 1)]
                     plgpu.copy_smem_to_gmem(source, out.at[pl.ds(token + one, 1), unit.head + head])
-
-
-def _across(x: Array, shape: tuple[int, int]) -> Array:
-    """One value a row, repeated over the columns."""
-    return lax.broadcast_in_dim(x, shape, [0])

@@ -9,27 +9,21 @@ lie in one tile, so that a short row of the batch does not pay for 64 tokens.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.flash_attention.tiles import FAR, Tiles
+from pallas_kernels.attention_sizes import FAR, LOG2E, TILE
+from pallas_kernels.flash_attention.tiles import Tiles
 
 if TYPE_CHECKING:
     from jax import Array
-
-TILE = 64
-"""Rows of a wgmma, and so of a warpgroup's queries."""
 
 ALIGN = 8
 """Rows of device memory that are copied to where wgmma reads begin at multiples of it."""
 
 WARPGROUPS = 2
 """That compute; they take turns at the tensor core."""
-
-LOG2E = math.log2(math.e)
-"""The softmax is computed in base 2."""
 
 
 class Plan(NamedTuple):

@@ -12,8 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.attention_sizes import FAR
 from pallas_kernels.flash_attention.mosaic_plan import ALIGN, WARPGROUPS, Plan
-from pallas_kernels.flash_attention.tiles import FAR
 
 if TYPE_CHECKING:
     from jax import Array

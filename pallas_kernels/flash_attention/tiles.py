@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 
+from pallas_kernels.attention_sizes import FAR
+
 if TYPE_CHECKING:
     from jax import Array
-
-FAR = 1 << 29
-"""Beyond any position, and safe to add to one or to subtract from one."""
 
 
 class Tiles(NamedTuple):

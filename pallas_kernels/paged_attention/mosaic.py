@@ -15,18 +15,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
+from pallas_kernels.attention_sizes import PAGES, SHARED_BYTES, TILE
 from pallas_kernels.dispatch import UnsupportedShape
-from pallas_kernels.paged_attention.mosaic_plan import TILE, Operands, Partials, Plan, bias_strips, slope_rows
+from pallas_kernels.paged_attention.mosaic_plan import Operands, Partials, Plan, bias_strips, slope_rows
 
 if TYPE_CHECKING:
     from jax import Array
 
 MAX_QUERIES = 8
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-PAGES = (16, 32, 64)
-
-SHARED_BYTES = 232448 - 1024
-"""Shared memory that a CTA may use, its barriers left out."""
 
 HALF_SHARED_BYTES = 115712 - 1024
 """The same, if two CTAs are to share a multiprocessor."""

@@ -26,16 +26,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic_plan import FAR, LOG2E, TILE, Operands, Partials, Plan
+from pallas_kernels.attention_sizes import FAR, LOG2E, TILE
+from pallas_kernels.online_softmax import NOTHING, ROWS, across, add_values, capped
+from pallas_kernels.paged_attention.mosaic_plan import Operands, Partials, Plan
 from pallas_kernels.paged_attention.mosaic_work import Work
 
 if TYPE_CHECKING:
     from jax import Array
-
-NOTHING = -1e30
-"""The running maximum before anything was seen: finite, so that a masked score (-inf) has weight 0 and never gives NaN."""
-
-_ROWS = plgpu.Layout.WGMMA.reduce(1)  # one value a row of a tile
 
 
 def attend(operands: Operands, plan: Plan, tokens: int, *, scale: float, soft_cap: float) -> Array | Partials:
@@ -168,14 +165,14 @@ class _Cta(Work):
             refill("k", index, slot, ids)
             scores = self._biased(scores, base, offsets, last, slope, tile)
             limit = last + (1 - base)
-            seen = (offsets < _across(limit, shape)) & (offsets >= _across(limit - self.reach, shape))
+            seen = (offsets < across(limit, shape)) & (offsets >= across(limit - self.reach, shape))
             scores = jnp.where(seen, scores, -jnp.inf)
 
             new_peak = jnp.maximum(peak, scores.max(axis=1))
             decay = jnp.exp2(peak - new_peak)
-            weights = jnp.exp2(scores - _across(new_peak, shape))
+            weights = jnp.exp2(scores - across(new_peak, shape))
             total = total * decay + weights.sum(axis=1)
-            acc = acc * _across(decay, acc.shape)
+            acc = acc * across(decay, acc.shape)
 
             plgpu.barrier_wait(self.buffers["v_full"].at[slot])
             edge = (base < self.seen) | (base + plan.block > self.end)
@@ -186,8 +183,8 @@ class _Cta(Work):
 
         empty = (
             plgpu.layout_cast(jnp.zeros((TILE, plan.head_dim), jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((TILE,), NOTHING, jnp.float32), _ROWS),
-            plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), _ROWS),
+            plgpu.layout_cast(jnp.full((TILE,), NOTHING, jnp.float32), ROWS),
+            plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), ROWS),
             ids,
         )
         acc, peak, total, _ = lax.fori_loop(jnp.int32(0), self.steps, step, empty)
@@ -210,11 +207,11 @@ class _Cta(Work):
         """The partial result of the whole team."""
         stats = self.buffers["lent_stats"]
         for place in range(self.plan.team - 1):
-            one, sum_of_one = (plgpu.load(stats.at[place, which], layout=_ROWS, optimized=False) for which in (0, 1))
+            one, sum_of_one = (plgpu.load(stats.at[place, which], layout=ROWS, optimized=False) for which in (0, 1))
             both = jnp.maximum(peak, one)
             keep, take = jnp.exp2(peak - both), jnp.exp2(one - both)
             values = plgpu.load(self.lent.at[place], layout=plgpu.Layout.WGMMA)
-            acc = acc * _across(keep, acc.shape) + values * _across(take, acc.shape)
+            acc = acc * across(keep, acc.shape) + values * across(take, acc.shape)
             peak, total = both, total * keep + sum_of_one * take
         return acc, peak, total
 
@@ -223,7 +220,7 @@ class _Cta(Work):
             self._store_partial(acc, peak, total, tile, own)
             return
         inverse = 1.0 / jnp.where(total > 0.0, total, 1.0)
-        self._store_whole(acc * _across(inverse, acc.shape), tile, own)
+        self._store_whole(acc * across(inverse, acc.shape), tile, own)
 
     def _row_data(self, shape: tuple[int, int], own: Array | int) -> tuple[Array, Array, Array | None]:
         """What does not change from block to block: the offset of each key in its block, far away where the key's head is not
@@ -240,10 +237,10 @@ class _Cta(Work):
         if plan.heads > 1:
             head, offsets = self._head_and_key(column)
             offsets = jnp.where(head == head_and_query(plgpu.Layout.WGMMA, shape)[0], offsets, FAR)
-        _, query = head_and_query(_ROWS, (TILE,))
+        _, query = head_and_query(ROWS, (TILE,))
         slope = None
         if "slopes" in self.inputs:
-            slope = plgpu.load(self.inputs["slopes"].at[self.group, pl.ds(own, TILE)], layout=_ROWS, optimized=False)
+            slope = plgpu.load(self.inputs["slopes"].at[self.group, pl.ds(own, TILE)], layout=ROWS, optimized=False)
         return offsets, query + self.position, slope
 
     def _head_and_key(self, row: Array) -> tuple[Array, Array]:
@@ -259,14 +256,12 @@ class _Cta(Work):
         """Scaled, capped and biased scores, in units of log 2."""
         plan, shape = self.plan, scores.shape
         if self.soft_cap:
-            # tanh(x) as 1 - 2 / (exp(2 x) + 1): the hardware's own tanh is off by up to 5e-4.
-            power = jnp.exp2(scores * (2 * LOG2E * self.scale / self.soft_cap))
-            scores = (LOG2E * self.soft_cap) - (2 * LOG2E * self.soft_cap) / (power + 1.0)
+            scores = capped(scores, self.scale, self.soft_cap)
         else:
             scores = scores * (self.scale * LOG2E)
         if slope is not None:
-            distance = offsets.astype(jnp.float32) + _across((base - last).astype(jnp.float32), shape)
-            scores = scores + _across(slope, shape) * distance
+            distance = offsets.astype(jnp.float32) + across((base - last).astype(jnp.float32), shape)
+            scores = scores + across(slope, shape) * distance
         if "bias" in self.inputs:
             strips = self.inputs["bias"]
             start = lax.max(plan.strip_start - (self.position - base), jnp.int32(0))
@@ -276,19 +271,11 @@ class _Cta(Work):
         return scores
 
     def _add_values(self, acc: Array, weights: Array, slot: Array, own: Array | int) -> Array:
-        values = self.v_ring.at[slot]
-        if self.plan.interpreted:  # the interpreter multiplies only what lies in shared memory
+        buffer = None
+        if self.plan.interpreted:
             first = own if self.plan.team == 1 else _multiple(self.member * TILE, TILE)
             buffer = self.buffers["weights"].at[pl.ds(first, TILE)]
-            buffer[...] = weights
-            plgpu.commit_smem()
-
-            def product(result: Any) -> Array:
-                plgpu.wgmma(result, buffer, values)
-                return result[...]
-
-            return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
-        return pl.run_state(lambda result: plgpu.wgmma(result, weights, values))(plgpu.ACC.init(acc))
+        return add_values(acc, weights, self.v_ring.at[slot], buffer)
 
     def _clean(self, slot: Array, base: Array, tile: Array | int) -> None:
         """Zeroes the values of keys that no query sees: a weight of 0 does not silence a NaN."""
@@ -357,11 +344,6 @@ class _Cta(Work):
 
         self._each_tile(tile, store)
         plgpu.wait_smem_to_gmem(0)
-
-
-def _across(x: Array, shape: tuple[int, int]) -> Array:
-    """One value a row, repeated over the columns."""
-    return lax.broadcast_in_dim(x, shape, [0])
 
 
 def _tiled(width: int, bits: int) -> tuple[Any, ...]:

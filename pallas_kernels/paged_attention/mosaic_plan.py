@@ -8,23 +8,14 @@ A tile row is (query token, kv head of the group, query head of the kv head), ea
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 
+from pallas_kernels.attention_sizes import LOG2E, TILE
+
 if TYPE_CHECKING:
     from jax import Array
-
-TILE = 64
-"""Rows of a wgmma, and so of a query tile."""
-
-LOG2E = math.log2(math.e)
-"""The softmax is computed in base 2."""
-
-
-FAR = 1 << 29
-"""Beyond any position, and safe to subtract from one."""
 
 
 class Plan(NamedTuple):
