@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.request_stream import Part, RequestStream
+from llmjax.engine.tokenizer import needed
 from llmjax.errors import EngineError, LlmjaxError, QueueFullError, RequestError, UnavailableError
 from llmjax.sampling_params import SamplingParams
 
@@ -212,7 +213,9 @@ class AsyncEngine:
         self._check_open()
         if not isinstance(prompt, str):
             return await self._submit(None, prompt, params, request_id, wake)
-        encode = functools.partial(self._tokenizer("a text prompt").encode, prompt, add_special_tokens=add_special_tokens)
+        encode = functools.partial(
+            needed(self._engine.tokenizer, "a text prompt").encode, prompt, add_special_tokens=add_special_tokens
+        )
         ids = encode() if len(prompt) <= _SHORT_TEXT else await asyncio.to_thread(encode)
         return await self._submit(prompt, ids, params, request_id, wake)
 
@@ -232,7 +235,7 @@ class AsyncEngine:
 
     async def encode_chat(self, messages: Sequence[dict[str, Any]], **template_options: Any) -> tuple[str, list[int]]:
         """A conversation as the text and the token ids of a prompt. Raises `RequestError`."""
-        tokenizer = self._tokenizer("chat")
+        tokenizer = needed(self._engine.tokenizer, "chat")
 
         def encode() -> tuple[str, list[int]]:
             text = tokenizer.render_chat(messages, **template_options)
@@ -291,11 +294,6 @@ class AsyncEngine:
         return min(MAX_RETRY_AFTER, max(1, math.ceil((time.monotonic() - times[0]) / len(times))))
 
     # -- the callers' side
-
-    def _tokenizer(self, what: str) -> Any:
-        if self._engine.tokenizer is None:
-            raise RequestError(f"{what} needs a tokenizer, and this engine has none: give token ids, or a tokenizer", "prompt")
-        return self._engine.tokenizer
 
     def _check_open(self) -> None:
         health = self.health

@@ -25,7 +25,7 @@ from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.request_checks import check_ids, check_params, output_limit, token_ids
 from llmjax.engine.runner import PendingStep
 from llmjax.engine.startup import start_runner
-from llmjax.engine.tokenizer import Tokenizer
+from llmjax.engine.tokenizer import Tokenizer, needed
 from llmjax.errors import ConfigError, EngineError, QueueFullError, RequestError
 from llmjax.model.registry import DecoderConfig, get_model
 from llmjax.sampling_params import SamplingParams
@@ -147,7 +147,7 @@ class Engine:
         """
         arrival_ns = time.monotonic_ns()
         if isinstance(prompt, str):
-            ids = self._tokenizer_for("a text prompt").encode(prompt, add_special_tokens=add_special_tokens)
+            ids = needed(self.tokenizer, "a text prompt").encode(prompt, add_special_tokens=add_special_tokens)
             return self._add(ids, params, request_id, prompt, priority, arrival_ns)
         return self._add(token_ids(prompt), params, request_id, None, priority, arrival_ns)
 
@@ -162,7 +162,7 @@ class Engine:
     ) -> str:
         """Queue a conversation, rendered by the model's chat template (`template_options` go to it); see `add_request`."""
         arrival_ns = time.monotonic_ns()
-        tokenizer = self._tokenizer_for("chat")
+        tokenizer = needed(self.tokenizer, "chat")
         prompt = tokenizer.render_chat(messages, **template_options)
         ids = tokenizer.encode(prompt, add_special_tokens=False)
         return self._add(ids, params, request_id, prompt, priority, arrival_ns)
@@ -215,11 +215,6 @@ class Engine:
         self._live[request_id] = live
         self._owners |= dict.fromkeys(requests, live)
         return request_id
-
-    def _tokenizer_for(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError(f"{what} needs a tokenizer, and this engine has none: give token ids, or a tokenizer", "prompt")
-        return self.tokenizer
 
     def abort(self, request_id: str) -> None:
         """End a request now; it gets a last output with finish reason "abort". Unknown or finished ids are ignored."""

@@ -23,6 +23,13 @@ from llmjax.model.checkpoint.eos import collect_eos_ids
 log = logging.getLogger(__name__)
 
 
+def needed[T](tokenizer: T | None, what: str) -> T:
+    """An engine's tokenizer. Raises `RequestError` where it has none, and so cannot take `what`."""
+    if tokenizer is None:
+        raise RequestError(f"{what} needs a tokenizer, and this engine has none: give token ids, or a tokenizer", "prompt")
+    return tokenizer
+
+
 class Tokenizer:
     """A `tokenizers.Tokenizer` with what serving needs around it.
 
