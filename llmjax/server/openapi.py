@@ -29,6 +29,7 @@ _MESSAGE = {
     "properties": {"role": {"enum": list(ROLES)}, "content": {"type": "string"}},
 }
 _MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
+_CHOICE = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 _BOOLEAN, _STRING, _OBJECT = {"type": "boolean"}, {"type": "string"}, {"type": "object"}
 # Fields that are not sampling settings, or that an endpoint writes in a way of its own.
 _OTHER: dict[str, Any] = {
@@ -45,6 +46,33 @@ _OTHER: dict[str, Any] = {
     "max_completion_tokens": {"type": "integer", "minimum": 1},
     "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
     "chat_template_kwargs": _OBJECT,
+    "response_format": {
+        "type": "object",
+        "required": ["type"],
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "json_schema": {
+                "type": "object",
+                "required": ["schema"],
+                "properties": {"name": _STRING, "description": _STRING, "schema": _OBJECT, "strict": _BOOLEAN},
+            },
+        },
+    },
+    "structured_outputs": {
+        "type": "object",
+        "properties": {
+            "json": _OBJECT,
+            "regex": _NON_EMPTY,
+            "choice": _CHOICE,
+            "grammar": _NON_EMPTY,
+            "json_object": _BOOLEAN,
+            "disable_any_whitespace": _BOOLEAN,
+        },
+    },
+    "guided_json": _OBJECT,
+    "guided_regex": _NON_EMPTY,
+    "guided_choice": _CHOICE,
+    "guided_grammar": _NON_EMPTY,
 }
 _ERROR = {
     "type": "object",
