@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from llmjax.model.transformer import forward as forward
     from llmjax.model.transformer import logits as logits
     from llmjax.sampling_params import SamplingParams as SamplingParams
+    from llmjax.structured_output import StructuredOutput as StructuredOutput
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ _HOMES = {
     "forward": "llmjax.model.transformer",
     "logits": "llmjax.model.transformer",
     "SamplingParams": "llmjax.sampling_params",
+    "StructuredOutput": "llmjax.structured_output",
 }
 __all__ = ["__version__", *sorted(_HOMES)]
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from llmjax.errors import RequestError
+from llmjax.structured_output import StructuredOutput
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -56,6 +57,8 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text (never out of the token ids).
         cache_salt: requests share cached prefixes only with those of the same salt, None included: whoever must not learn by
             timing what others have asked gets a salt of their own.
+        structured: the form that the output must have: only tokens are sampled that keep to it. "raw" logprobs do not know of
+            it. A complete output ends ("stop"), whatever `min_tokens` says.
     """
 
     n: int = 1
@@ -79,6 +82,7 @@ class SamplingParams:
     logprobs_mode: Literal["raw", "processed"] = "raw"
     skip_special_tokens: bool = True
     cache_salt: str | None = None
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -120,6 +124,8 @@ class SamplingParams:
             raise RequestError(
                 f"cache_salt must be a string of 1 to {MAX_SALT_CHARS} characters, got {self.cache_salt!r:.60}", "cache_salt"
             )
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise RequestError(f"structured must be a StructuredOutput, got {self.structured!r:.60}", "structured")
         put(self, "stop", _stop_strings(self.stop))
         put(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         put(self, "logit_bias", _bias(self.logit_bias))

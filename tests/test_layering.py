@@ -16,18 +16,19 @@ HEAVY = {"pydantic", "starlette", "ruamel", "transformers", "typer", "rich", "to
 # package (or file) -> llmjax packages it may import at module level; its own is always allowed
 ALLOWED: dict[str, set[str]] = {
     "llmjax.errors": set(),
-    "llmjax.sampling_params": {"errors"},
+    "llmjax.structured_output": {"errors"},
+    "llmjax.sampling_params": {"errors", "structured_output"},
     "llmjax.telemetry": set(),
     "llmjax.scheduling": {"errors", "sampling_params", "telemetry"},
     "llmjax.model": {"errors", "telemetry"},
-    "llmjax.engine": {"errors", "sampling_params", "telemetry", "scheduling", "model"},
-    "llmjax.loadtest": {"errors", "sampling_params", "telemetry", "engine"},
-    "llmjax.server": {"errors", "sampling_params", "telemetry", "engine"},
-    "llmjax.pipeline": {"errors", "sampling_params", "telemetry", "engine", "server", "model", "loadtest"},
-    "llmjax.cli": {"errors", "sampling_params", "telemetry", "engine", "server", "model", "pipeline"},
+    "llmjax.engine": {"errors", "sampling_params", "structured_output", "telemetry", "scheduling", "model"},
+    "llmjax.loadtest": {"errors", "sampling_params", "structured_output", "telemetry", "engine"},
+    "llmjax.server": {"errors", "sampling_params", "structured_output", "telemetry", "engine"},
+    "llmjax.pipeline": {"errors", "sampling_params", "structured_output", "telemetry", "engine", "server", "model", "loadtest"},
+    "llmjax.cli": {"errors", "sampling_params", "structured_output", "telemetry", "engine", "server", "model", "pipeline"},
 }
 HOST_ONLY = [
-    "llmjax/__init__.py", "llmjax/errors.py", "llmjax/sampling_params.py", "llmjax/cli",
+    "llmjax/__init__.py", "llmjax/errors.py", "llmjax/sampling_params.py", "llmjax/structured_output.py", "llmjax/cli",
     "llmjax/scheduling", "llmjax/telemetry", "llmjax/server", "llmjax/pipeline", "llmjax/loadtest",
     "llmjax/model/config.py", "llmjax/model/hf_config.py", "llmjax/model/hf_rope.py", "llmjax/model/config_fields.py",
     "llmjax/model/param_spec.py", "llmjax/model/checkpoint/gguf_file.py",

@@ -29,7 +29,7 @@ Endpoint = Literal["completions", "chat"]
 ENDPOINTS: dict[str, Endpoint] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
 MAX_CHOICES = 1024
 
-_SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {"structured"}  # has other names here
 _COMMON = _SAMPLING | {"model", "max_completion_tokens", "stream", "stream_options"}
 _FIELDS: dict[Endpoint, frozenset[str]] = {
     "completions": _COMMON | {"prompt", "echo", "add_special_tokens"},
