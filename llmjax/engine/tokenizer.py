@@ -163,9 +163,10 @@ class Tokenizer:
         """The template that a conversation with tools is rendered with, None without a usual one."""
         return self._templates.get(_TOOL_TEMPLATE, self.chat_template)
 
-    def is_special(self, text: str) -> bool:
-        """Whether `text` is one special token, which `skip_special_tokens` leaves out."""
-        return self._backend.token_to_id(text) in self.special_ids
+    def added_id(self, text: str) -> int | None:
+        """Id of the token that was added to the vocabulary as this text, such as a mark of a chat template. None without one."""
+        token: int | None = self._backend.token_to_id(text)
+        return token if token in self._added else None
 
     def use_chat_template(self, template: str) -> None:
         """Use a Jinja text in place of all of the model's own chat templates."""

@@ -30,6 +30,7 @@ class ToolUse:
         required: at least one must be called.
         name: the only one that may be, None for any.
         parallel: several calls may be made in one answer.
+        strict: names of functions whose arguments must keep to their schemas.
         form: how the model writes calls; None where its text is not looked at.
     """
 
@@ -37,6 +38,7 @@ class ToolUse:
     required: bool = False
     name: str | None = None
     parallel: bool = True
+    strict: frozenset[str] = frozenset()
     form: CallFormat | None = None
 
     @property
@@ -54,7 +56,7 @@ def read_tools(fields: Mapping[str, Any]) -> ToolUse | None:
     parallel = fields.get("parallel_tool_calls", True)
     if not isinstance(parallel, bool):
         raise RequestError(f"parallel_tool_calls must be true or false, got {kind(parallel)}", "parallel_tool_calls")
-    tools = _tools(fields.get("tools", []))
+    tools, strict = _tools(fields.get("tools", []))
     names = [tool["function"]["name"] for tool in tools]
     choice = fields.get("tool_choice", "auto")
     name = None
@@ -70,7 +72,7 @@ def read_tools(fields: Mapping[str, Any]) -> ToolUse | None:
         raise RequestError("tool_choice asks for a call, but there are no tools: give tools", "tool_choice")
     if not tools or choice == "none":
         return None
-    return ToolUse(tools=tools, required=required, name=name, parallel=parallel and name is None)
+    return ToolUse(tools=tools, required=required, name=name, parallel=parallel and name is None, strict=strict)
 
 
 def _named(choice: Mapping[str, Any], names: list[str]) -> str:
@@ -85,12 +87,14 @@ def _named(choice: Mapping[str, Any], names: list[str]) -> str:
     return name
 
 
-def _tools(value: Any) -> tuple[dict[str, Any], ...]:
+def _tools(value: Any) -> tuple[tuple[dict[str, Any], ...], frozenset[str]]:
+    """The tools as templates get them, and the names of the strict ones."""
     if not isinstance(value, list):
         raise RequestError(f"tools must be a list, got {kind(value)}", "tools")
     if len(value) > MAX_TOOLS:
         raise RequestError(f"tools holds {len(value)} tools, at most {MAX_TOOLS} are taken", "tools")
     tools: dict[str, dict[str, Any]] = {}
+    strict: set[str] = set()
     for index, item in enumerate(value):
         where = f"tools[{index}]"
         if not isinstance(item, Mapping):
@@ -102,11 +106,13 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
         if function["name"] in tools:
             raise RequestError(f"{where}.function.name {function['name']!r} is given twice", "tools")
         tools[function["name"]] = {"type": "function", "function": function}
-    return tuple(tools.values())
+        if function.pop("strict", False):
+            strict.add(function["name"])
+    return tuple(tools.values()), frozenset(strict)
 
 
 def _function(value: Any, where: str) -> dict[str, Any]:
-    """A function as templates get it: null fields and `strict`, which is not for the model, left out, and with a schema."""
+    """A function, checked: null fields left out, and with a schema of its arguments."""
     if not isinstance(value, Mapping):
         raise RequestError(f"{where} must be an object with a name, got {kind(value)}", "tools")
     function = {name: item for name, item in value.items() if item is not None}
@@ -115,7 +121,7 @@ def _function(value: Any, where: str) -> dict[str, Any]:
         raise RequestError(f"{where}.name must be 1 to 64 letters, digits, _ or -, got {name!a:.80}", "tools")
     if not isinstance(function.get("description", ""), str):
         raise RequestError(f"{where}.description must be a string, got {kind(function['description'])}", "tools")
-    if not isinstance(function.pop("strict", False), bool):
+    if not isinstance(function.get("strict", False), bool):
         raise RequestError(f"{where}.strict must be true or false", "tools")
     parameters = function.setdefault("parameters", _NO_PARAMETERS)
     if not isinstance(parameters, Mapping):

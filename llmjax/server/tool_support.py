@@ -7,8 +7,12 @@ import dataclasses
 from llmjax.engine.chat_template import reads_variable
 from llmjax.engine.tokenizer import Tokenizer, needed
 from llmjax.errors import RequestError
+from llmjax.sampling_params import SamplingParams
 from llmjax.server.protocol import ApiRequest
+from llmjax.server.tool_calls import ToolUse
+from llmjax.server.tool_grammar import call_grammar
 from llmjax.server.tool_parsers import FORMATS, CallFormat, ToolParserName, format_of
+from llmjax.structured_output import StructuredOutput
 
 
 def with_tools(request: ApiRequest, tokenizer: Tokenizer | None, parser: ToolParserName) -> ApiRequest:
@@ -33,10 +37,22 @@ def with_tools(request: ApiRequest, tokenizer: Tokenizer | None, parser: ToolPar
     form = _format(template or "", parser)
     if form is None and use.required:
         raise RequestError("tool_choice can force a call only with a known format of calls: set tool_parser", "tool_choice")
-    params = request.params
-    if form is not None and any(map(tokenizer.is_special, form.markers)):
+    use = dataclasses.replace(use, form=form)
+    params = request.params if form is None else _params(request.params, use, form, tokenizer)
+    return dataclasses.replace(request, params=params, tools=use)
+
+
+def _params(params: SamplingParams, use: ToolUse, form: CallFormat, tokenizer: Tokenizer) -> SamplingParams:
+    if params.structured is not None:
+        raise params.structured.error("it cannot be combined with tools: leave out one of them, or set tool_choice to none")
+    tokens = {mark: token for mark in form.markers if (token := tokenizer.added_id(mark)) is not None}
+    special = {mark: token for mark, token in tokens.items() if token in tokenizer.special_ids}
+    if special:
         params = dataclasses.replace(params, skip_special_tokens=False)  # or the marks of a call would not be seen
-    return dataclasses.replace(request, params=params, tools=dataclasses.replace(use, form=form))
+    if use.required or (use.strict and not form.bare):
+        grammar = call_grammar(use, tokens if use.required else special)
+        params = dataclasses.replace(params, structured=StructuredOutput(grammar=grammar, field="tools"))
+    return params
 
 
 def _format(template: str, parser: ToolParserName) -> CallFormat | None:

@@ -14,7 +14,10 @@ from served import Served, run
 from tokenizers import AddedToken
 from tool_templates import QWEN_LIKE, SHORT, tool
 
+from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.tokenizer import Tokenizer
+from llmjax.sampling_params import SamplingParams
+from llmjax.server.tool_parsers import HERMES, parse_calls
 
 CHAT = "/v1/chat/completions"
 F = tool("f", {"type": "object", "properties": {"a": {}}})
@@ -126,10 +129,15 @@ def calls_of(choice: dict[str, Any]) -> list[tuple[str, Any]]:
 
 TEXTS: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "é}"}}</tool_call>', None, [("f", '{"a": "é}"}')]),
-    ("hermes", 'Hm.\n<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"name":"g"}', "Hm.", [("f", "{}"), ("g", "{}")]),
+    (
+        "hermes",
+        'Hm.\n<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"name":"g"}',
+        "Hm.",
+        [("f", "{}"), ("g", "{}")],
+    ),
     ("llama", '{"name": "f", "parameters": {"a": [1, {"b": "漢"}]}}', None, [("f", '{"a": [1, {"b": "漢"}]}')]),
     ("llama", 'So:<|python_tag|>{"name": "g", "parameters": {}}; {"name": "f"}', "So:", [("g", "{}"), ("f", "{}")]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("family", "text", "content", "calls"), TEXTS, ids=[text[1][:30] for text in TEXTS])
@@ -227,3 +235,17 @@ def test_an_answer_can_be_sent_back_with_its_results(served: Served, model: Scri
     assert '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>' in text
     assert '<tool_response>\n{"sum": 1}\n</tool_response>' in text
     assert served.post("/tokenize", {"messages": talk}).json()["count"] < len(ids)
+
+
+def test_offline_the_template_gets_the_tools_and_the_parser_is_at_hand(model: Scripted) -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    tokenizer = model.engine.tokenizer
+    assert tokenizer is not None
+    tokenizer.use_chat_template(SHORT["hermes"])
+    model.script([*text.encode(), 257], prompt=len("fg:?"))
+    model.engine.add_chat(ASK["messages"], SamplingParams(max_tokens=100, temperature=0), tools=ASK["tools"])
+    outputs: list[RequestOutput] = []
+    while model.engine.has_unfinished:
+        outputs += model.engine.step()
+    assert outputs[-1].prompt == "fg:?"
+    assert parse_calls(outputs[-1].outputs[0].text, HERMES) == ("", [("f", '{"a": 1}')])
