@@ -33,13 +33,14 @@ class CallObject:
         begun: the first character of the arguments is known to be an object's.
         closed: all arguments are known.
         quoted: the last character is within a string.
+        literal: it is within a string of the arguments, where what is no quote, backslash or control character is itself.
         done: the object is complete.
         broken: it is none; the last character is the one that does not fit.
     """
 
     def __init__(self) -> None:
         self.name: str | None = None
-        self.begun = self.closed = self.quoted = self.done = self.broken = False
+        self.begun = self.closed = self.quoted = self.literal = self.done = self.broken = False
         self._new: list[str] = []
         self._scan = self._object()
         next(self._scan)
@@ -57,6 +58,10 @@ class CallObject:
             self.done = True
         except _MalformedError:
             self.broken = True
+
+    def add_literal(self, text: str) -> None:
+        """The next characters, while `literal`, as far as they stand for themselves."""
+        self._new.append(text)
 
     def take(self) -> str:
         """The arguments' text that came since the last call of this."""
@@ -119,9 +124,10 @@ class CallObject:
                 self._new.append(plain[1:] if escaped and len(plain) > 1 else plain)
                 self.quoted = escaped or char != '"'
                 escaped = char == "\\" and not escaped
+                self.literal = self.quoted and not escaped
             else:
                 self._new.append(char)
-                self.quoted = char == '"'
+                self.quoted = self.literal = char == '"'
                 depth += (char in "{[") - (char in "}]")
                 if not depth:
                     self.closed = True

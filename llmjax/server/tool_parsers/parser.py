@@ -8,6 +8,7 @@ ids, no clock, no HTTP.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection
 from typing import Literal
 
@@ -60,6 +61,7 @@ class Parsed:
     calls: list[CallDelta] = dataclasses.field(default_factory=list)
 
 
+_LITERAL = re.compile(r'[^"\\\x00-\x1f]+')
 _State = Literal["start", "text", "call", "after"]
 
 
@@ -121,6 +123,9 @@ class ToolParser:
     def _read(self, text: str) -> None:
         self._input, position = text, 0
         while position < len(self._input):
+            if run := self._read_run(position):
+                position += run
+                continue
             char = self._input[position]
             position += 1
             if self._state == "call":
@@ -132,6 +137,24 @@ class ToolParser:
             if again:  # these characters mean something else than was thought
                 self._input, position = again + self._input[position:], 0
         self._hand_on()
+
+    def _read_run(self, position: int) -> int:
+        """Take at once what would mean the same a character at a time; how much that was."""
+        if self._state == "call":
+            found = _LITERAL.match(self._input, position) if self._announced and self._call.literal else None
+            if found is None:
+                return 0
+            self._call.add_literal(found[0])
+            return len(found[0])
+        if self._state != "text" or self._held.strip(SPACES):
+            return 0
+        mark = self._input.find(self._form.begin[0], position)
+        run = self._input[position : mark if mark >= 0 else len(self._input)]
+        if said := run.rstrip(SPACES):
+            self._say(self._held + said)
+            self._held = ""
+        self._held += run[len(said) :]
+        return len(run)
 
     # Each of these takes a character, and returns text that has to be read again.
 
