@@ -35,7 +35,7 @@ HOST_ONLY = [
     "llmjax/engine/config.py", "llmjax/engine/outputs.py", "llmjax/engine/output_processor.py", "llmjax/engine/engine_trace.py",
     "llmjax/engine/tokenizer.py", "llmjax/engine/hf_tokenizer.py", "llmjax/engine/gguf_tokenizer.py",
     "llmjax/engine/token_pieces.py", "llmjax/engine/chat_template.py", "llmjax/engine/detokenizer.py",
-    "llmjax/engine/stop_strings.py", "llmjax/engine/text_output.py",
+    "llmjax/engine/stop_strings.py", "llmjax/engine/text_output.py", "llmjax/engine/grammar.py", "llmjax/engine/grammar_rows.py",
     "llmjax/engine/async_engine.py", "llmjax/engine/request_stream.py",
 ]  # fmt: skip
 

@@ -310,6 +310,9 @@ class AsyncEngine:
         request_id: str | None,
         wake: asyncio.Event | None,
     ) -> RequestStream:
+        grammar = None  # held until the engine has found it
+        if params.structured is not None:
+            grammar = await asyncio.wrap_future(self._engine.grammars.start(params.structured))
         stream = RequestStream(request_id or f"async-{next(self._ids)}", text, prompt, params, wake, self._close)
         self.start()
         with self._lock:
@@ -322,6 +325,7 @@ class AsyncEngine:
         except BaseException:
             stream.close()
             raise
+        del grammar
         return stream
 
     def _close(self, stream: RequestStream, *, ended: bool) -> None:

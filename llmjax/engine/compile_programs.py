@@ -24,8 +24,9 @@ from llmjax.engine.compile_counter import CompileCounter
 from llmjax.engine.compile_pool import LoweringFailed, LoweringPool
 from llmjax.engine.compile_store import ProgramStore
 from llmjax.engine.config import ResolvedConfig
-from llmjax.engine.state import ROWS_A_RESET, init_state, no_seen_tokens, pack_resets, reset_rows
+from llmjax.engine.state import ROWS_A_RESET, init_state, no_seen_tokens, pack_masks, pack_resets, reset_rows
 from llmjax.engine.step import decode_layout, decode_steps, extend_layout, extend_step
+from llmjax.engine.token_masks import num_mask_words
 from llmjax.model.kv_cache import PAGES_A_WIPE, init_cache, zero_pages
 from llmjax.model.registry import DecoderConfig, Model
 from llmjax.telemetry.startup import Timeline
@@ -124,7 +125,8 @@ def step_function(key: Key, model: Model, shapes: Shapes) -> tuple[Callable[...,
     state = shapes.state()
     if kind == "reset":
         packed = abstract(pack_resets([], no_seen_tokens(), max_pages=shapes.max_pages))
-        return reset_rows, (state, packed), (0,)
+        masks = abstract(pack_masks([], [], num_words=num_mask_words(shapes.config.vocab_size)))
+        return reset_rows, (state, packed, masks), (0,)
     if kind == "wipe":
         step = functools.partial(zero_pages, num_layers=shapes.config.num_layers)
         step.__name__ = kind

@@ -19,6 +19,8 @@ from llmjax.engine.backend import is_gpu, use_compile_cache
 from llmjax.engine.compile_programs import Program
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.engine_trace import EngineTrace
+from llmjax.engine.grammar import GrammarCompiler
+from llmjax.engine.grammar_rows import follow, launch_masks
 from llmjax.engine.memory_map import MemoryMap, live_bytes, memory_map
 from llmjax.engine.output_processor import LiveRequest
 from llmjax.engine.outputs import RequestOutput
@@ -83,6 +85,7 @@ class Engine:
     Attributes:
         startup: the phases of its start.
         memory: where the device's memory went.
+        grammars: compiles the forms of structured outputs; for a thread that must not wait, before it calls `add_request`.
 
     `metrics` counts finished requests. Set `trace` to have launches and requests written to a trace file.
 
@@ -115,6 +118,13 @@ class Engine:
         self.stats = EngineStats(num_pages=num_pages - 1)
         self.trace: EngineTrace | None = None
         self.metrics = self._make_metrics()
+        self.grammars = GrammarCompiler(
+            tokenizer,
+            vocab_size=self.model_config.vocab_size,
+            num_tokens=self.model_config.num_tokens,
+            eos_ids=self.eos_ids,
+            compiled=lambda seconds: self.metrics.grammar_compiled(seconds),
+        )
         self._live: dict[str, LiveRequest] = {}
         self._owners: dict[Request, LiveRequest] = {}  # of each unfinished choice
         self._pending: collections.deque[PendingStep] = collections.deque()
@@ -200,7 +210,8 @@ class Engine:
             )
             for choice in range(params.n)
         ]
-        live = LiveRequest(request_id, prompt, ids, requests, self.tokenizer, RequestTimeline(arrival_ns))
+        matchers = [] if params.structured is None else self.grammars.matchers(params, requests[0].stop_ids)
+        live = LiveRequest(request_id, prompt, ids, requests, self.tokenizer, RequestTimeline(arrival_ns), matchers)
         try:
             for request in requests:
                 self.scheduler.add(request)
@@ -266,7 +277,7 @@ class Engine:
         for timeline in new:
             timeline.scheduled(scheduled_ns)
         try:
-            pending = self.runner.dispatch(batch)
+            pending = self.runner.dispatch(batch, launch_masks(batch, self._owners))
         except BaseException as error:
             # The launch is accounted for, and the device's state may be lost with it: nothing can go on from here.
             reason = (str(error).splitlines() or ["no message"])[0]
@@ -303,10 +314,14 @@ class Engine:
 
     def _process(self, output: StepOutput, now_ns: int) -> list[RequestOutput]:
         changed: dict[LiveRequest, None] = {}
-        for result in self.scheduler.update(output):
+        updates = self.scheduler.update(output)
+        follow(self.grammars, updates, self._owners)
+        for result in updates:
             request = result.request
             live = self._owners[request]
             reason = live.take(result, output)
+            if request.stepwise and result.tokens and reason in (None, "length"):
+                reason = live.keep_to_form(request)
             changed[live] = None
             if result.tokens:
                 live.timeline.tokens(len(result.tokens), now_ns)
@@ -314,7 +329,7 @@ class Engine:
                 continue
             live.timeline.left_row(now_ns)
             del self._owners[request]
-            if not request.finished:
+            if reason != request.finish_reason:
                 self.scheduler.finish(request, reason)  # what only the text knows: a stop string, a NaN in the scores
         outputs = []
         for live in changed:

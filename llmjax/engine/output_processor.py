@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from llmjax.engine.grammar import GrammarMatcher
 from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
 from llmjax.engine.text_output import ChoiceText, token_text
 from llmjax.engine.tokenizer import Tokenizer
@@ -27,11 +30,13 @@ class LiveRequest:
         requests: list[Request],
         tokenizer: Tokenizer | None,
         timeline: RequestTimeline,
+        matchers: Sequence[GrammarMatcher] = (),
     ) -> None:
         self.request_id = request_id
         self.timeline = timeline
         self.prompt_ids = prompt_ids
         self.requests = requests
+        self._matchers = matchers  # one a choice where the output must have a form, else none
         self._prompt = prompt
         self._tokenizer = tokenizer
         params = requests[0].params
@@ -86,6 +91,22 @@ class LiveRequest:
                     break
         out.text += "".join(deltas)
         return matched is not None
+
+    def matcher(self, request: Request) -> GrammarMatcher:
+        """Where a choice stands in the form that it must have."""
+        return self._matchers[request.choice]
+
+    def keep_to_form(self, request: Request) -> FinishReason | None:
+        """After `take` of a choice with a form that runs, or is at its limit: why it has ended, None while it runs."""
+        matcher, out, text = self.matcher(request), self._outputs[request.choice], self._texts[request.choice]
+        runs = out.finish_reason is None
+        if matcher.complete:
+            out.finish_reason = "stop"
+        elif runs and matcher.error is not None:
+            out.finish_reason, out.error = "error", matcher.error
+        if runs and out.finish_reason is not None and text is not None:
+            out.text += text.finish()
+        return out.finish_reason
 
     def expire(self, request: Request, why: str) -> None:
         """A choice waited too long, and nothing was computed for it."""

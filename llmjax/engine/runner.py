@@ -6,7 +6,7 @@ scheduler's, what they mean is the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from llmjax.engine.compile_programs import Key
 from llmjax.engine.config import ResolvedConfig
 from llmjax.engine.sample import MAX_BIAS, MAX_STOPS, PROMPT_BIT, SamplingSettings
 from llmjax.engine.state import (
+    MASKS_A_RESET,
     ROWS_A_RESET,
     SEEN_A_RESET,
     DeviceState,
@@ -25,9 +26,11 @@ from llmjax.engine.state import (
     SeenTokens,
     init_state,
     no_seen_tokens,
+    pack_masks,
     pack_resets,
 )
 from llmjax.engine.step import decode_layout, extend_layout
+from llmjax.engine.token_masks import num_mask_words
 from llmjax.errors import ModelError
 from llmjax.model.kv_cache import NULL_PAGE, PAGES_A_WIPE, KVCache, init_cache
 from llmjax.model.registry import DecoderConfig
@@ -105,6 +108,10 @@ class ModelRunner:
         self._state = init_state(max_sequences=self._rows, max_pages=self._max_pages, vocab_size=config.vocab_size)
         self._compiles_after_ready = 0
         self._executables = executables
+        self._num_words = num_mask_words(config.vocab_size)
+        # On the device, so that a reset sends no empty masks and a mask no empty resets.
+        self._no_masks = jnp.asarray(pack_masks([], [], num_words=self._num_words))
+        self._no_resets = jnp.asarray(pack_resets([], no_seen_tokens(), max_pages=self._max_pages))
 
     @property
     def compiles_after_ready(self) -> int:
@@ -144,12 +151,12 @@ class ModelRunner:
             return self._pack_decode(ScheduledBatch(0, "decode", steps, []), size, steps)
         return self._pack_extend(ScheduledBatch(0, "extend", 1, []), size)
 
-    def _launch(self, key: Key, packed: np.ndarray) -> tuple[Any, Any]:
+    def _launch(self, key: Key, packed: Any, masks: Any = None) -> tuple[Any, Any]:
         executable = self._executables[key]
         compiled = CompileCounter()
         tokens = scores = None
         if key[0] == "reset":
-            self._state = executable(self._state, packed)
+            self._state = executable(self._state, packed, self._no_masks if masks is None else masks)
         elif key[0] == "wipe":
             self._cache = executable(self._cache, packed)
         elif key[0] == "decode":
@@ -161,14 +168,23 @@ class ModelRunner:
 
     # -- launches
 
-    def dispatch(self, batch: ScheduledBatch) -> PendingStep:
-        """Launch a batch. Returns at once; launches run in the order of dispatch."""
+    def dispatch(self, batch: ScheduledBatch, masks: Sequence[tuple[int, np.ndarray]] = ()) -> PendingStep:
+        """Launch a batch. Returns at once; launches run in the order of dispatch.
+
+        Args:
+            masks: of rows that sample only some tokens: the row, and int32 [W] as `DeviceState.allowed` has it. They hold for one
+                token: a row that has once had a mask gets another for each.
+        """
         for first in range(0, len(batch.dirty_pages), PAGES_A_WIPE):
             pages = list(batch.dirty_pages[first : first + PAGES_A_WIPE])
             self._launch(("wipe", PAGES_A_WIPE, 1), _padded(pages, PAGES_A_WIPE, NULL_PAGE, np.int32))
         new = [row for row in batch.rows if row.is_new]
         for first in range(0, len(new), ROWS_A_RESET):
             self._reset_rows(new[first : first + ROWS_A_RESET])
+        for first in range(0, len(masks), MASKS_A_RESET):
+            rows, allowed = zip(*masks[first : first + MASKS_A_RESET], strict=True)
+            packed = pack_masks(rows, allowed, num_words=self._num_words)
+            self._launch(("reset", ROWS_A_RESET, 1), self._no_resets, packed)
         if batch.kind == "decode":
             size = pick(self.row_buckets, len(batch.rows))
             tokens, scores = self._launch(("decode", size, batch.num_steps), self._pack_decode(batch, size, batch.num_steps))

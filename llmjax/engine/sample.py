@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
+from llmjax.engine.token_masks import TokenMasks, apply_masks
 from llmjax.sampling_params import GREEDY_TEMPERATURE, MAX_LOGIT_BIAS, MAX_LOGPROBS
 from pallas_kernels import tuning
 
@@ -97,22 +98,25 @@ def sample(
     counts: Callable[[], Int32[Array, "R V"]],
     positions: Int32[Array, "R"],
     num_output: Int32[Array, "R"],
+    masks: TokenMasks | None = None,
 ) -> Sampled:
     """The next token of each row.
 
-    Order: logit bias, repetition, presence and frequency penalty, stop ids (impossible before `min_tokens`); temperature;
+    Order: logit bias, repetition, presence and frequency penalty, stop ids (impossible before `min_tokens`), mask; temperature;
     top-k; top-p over what top-k left, renormalised; min-p relative to the most likely token. A token tied with the last one
-    kept is kept too. Greedy rows take the most likely token after bias, penalties and stop ids, the lowest id among equals.
+    kept is kept too. Greedy rows take the most likely token after bias, penalties, stop ids and mask, the lowest id among
+    equals.
 
     The noise is a function of the row's seed, choice and position alone (Gumbel-max: Gumbel, Statistical Theory of Extreme
     Values, 1954). Raw logprobs are the log-softmax of `logits` as given; processed ones are of the distribution sampled from,
-    -inf for what the filters removed (greedy rows: after bias, penalties and stop ids, at temperature 1).
+    -inf for what mask and filters removed (greedy rows: after bias, penalties, stop ids and mask, at temperature 1).
 
     Args:
         logits: the model's own; -inf for ids that cannot be sampled.
         counts: gives how often each id occurs, see `PROMPT_BIT`; called where a penalty needs it.
         positions: position in the sequence of the token being sampled.
         num_output: output tokens so far.
+        masks: None where no row has one.
     """
     peak = logits.max(axis=-1)
     log_sum = _log_sum(logits, peak)
@@ -126,6 +130,8 @@ def sample(
 
     def full() -> Sampled:
         adjusted = lax.cond(adjusts.any(), lambda: _adjust(logits, settings, counts, num_output), lambda: logits)
+        if masks is not None:
+            adjusted = lax.cond(masks.rows.any(), lambda x: apply_masks(x, masks), lambda x: x, adjusted)
         best = adjusted.max(axis=-1)
 
         def draw() -> tuple[Array, Array]:
@@ -139,6 +145,8 @@ def sample(
         return Sampled(tokens, *_logprobs(logits, peak, log_sum, final, tokens, settings, finite & jnp.isfinite(best), no_top))
 
     simple = greedy & ~adjusts & (settings.num_logprobs < 0)
+    if masks is not None:
+        simple &= ~masks.rows
     result = lax.cond(simple.all(), lambda: plain, full)
     return result._replace(
         tokens=jnp.where(result.finite, result.tokens, -1), logprobs=jnp.where(result.finite, result.logprobs, jnp.nan)

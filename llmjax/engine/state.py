@@ -8,6 +8,7 @@ padding row: never active, its page table all null pages, so that padded entries
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,8 +17,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from llmjax.engine.sample import MAX_BIAS, MAX_STOPS, SamplingSettings
+from llmjax.engine.token_masks import num_mask_words
 
 ROWS_A_RESET = 8  # rows one `reset_rows` call can take; a burst of new requests takes several calls
+MASKS_A_RESET = 16  # masks it can bring
 SEEN_A_RESET = 256  # entries of `SeenTokens` it can take; a long cached prefix with penalties takes several calls
 
 
@@ -33,6 +36,8 @@ class DeviceState(NamedTuple):
         settings: sampling settings, one entry a row.
         prompt_logprobs: alternatives wanted a prompt token, -1 for no scoring.
         counts: per row and token id, see `PROMPT_BIT`.
+        masked: the row samples only what `allowed` allows, and one token a launch: each takes another mask, from the host.
+        allowed: bit i of word w is token 32 w + i.
     """
 
     last_token: Int[Array, "B1"]
@@ -45,6 +50,8 @@ class DeviceState(NamedTuple):
     settings: SamplingSettings
     prompt_logprobs: Int[Array, "B1"]
     counts: Int[Array, "B1 V"]
+    masked: Bool[Array, "B1"]
+    allowed: Int[Array, "B1 W"]
 
 
 def init_state(*, max_sequences: int, max_pages: int, vocab_size: int) -> DeviceState:
@@ -68,6 +75,8 @@ def init_state(*, max_sequences: int, max_pages: int, vocab_size: int) -> Device
             ),
             prompt_logprobs=ints - 1,
             counts=jnp.zeros((rows, vocab_size), jnp.int32),
+            masked=jnp.zeros((rows,), bool),
+            allowed=jnp.zeros((rows, num_mask_words(vocab_size)), jnp.int32),
         )  # fmt: skip
 
     return jax.jit(make)()
@@ -143,10 +152,21 @@ def pack_resets(resets: list[RowReset], seen: SeenTokens, *, max_pages: int) -> 
     return packed
 
 
-def reset_rows(state: DeviceState, packed: Int[Array, "width"]) -> DeviceState:
-    """Give rows to new requests: everything of the row is overwritten; then add the seen tokens. `state` is meant to be donated.
+def pack_masks(rows: Sequence[int], allowed: Sequence[np.ndarray], *, num_words: int) -> np.ndarray:
+    """At most `MASKS_A_RESET` masks of `num_words` words, int32 [16, 1 + W]: row, mask; unused entries name no row."""
+    packed = np.zeros((MASKS_A_RESET, 1 + num_words), np.int32)
+    packed[:, 0] = _NO_ROW
+    if rows:
+        packed[: len(rows), 0] = rows
+        packed[: len(rows), 1:] = allowed
+    return packed
 
-    Calls for the same rows that only add seen tokens may follow.
+
+def reset_rows(state: DeviceState, packed: Int[Array, "width"], masks: Int[Array, "16 W1"]) -> DeviceState:
+    """Give rows to new requests: everything of the row is overwritten; then add the seen tokens and put the masks. `state` is
+    meant to be donated.
+
+    Calls for the same rows that only add seen tokens may follow. Masks may be of any rows, new or not.
     """
     max_pages = state.page_table.shape[1]
     seen_rows, seen_ids, seen_counts = packed[-3 * SEEN_A_RESET :].reshape(3, -1)
@@ -175,4 +195,6 @@ def reset_rows(state: DeviceState, packed: Int[Array, "width"]) -> DeviceState:
         page_table=state.page_table.at[rows].set(pages, mode="drop"),
         settings=settings,
         counts=state.counts.at[rows].set(0, mode="drop").at[seen_rows, seen_ids].add(seen_counts, mode="drop"),
+        masked=state.masked.at[rows].set(False, mode="drop").at[masks[:, 0]].set(True, mode="drop"),
+        allowed=state.allowed.at[masks[:, 0]].set(masks[:, 1:], mode="drop"),
     )

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from llmjax.engine.sample import NUM_TOP, PROMPT_BIT, Sampled, SamplingSettings, sample, token_scores
 from llmjax.engine.state import DeviceState
+from llmjax.engine.token_masks import TokenMasks
 from llmjax.model.batch import ModelBatch
 from llmjax.model.kv_cache import KVCache
 from llmjax.model.registry import DecoderConfig, Model
@@ -106,7 +107,7 @@ def decode_steps(
     """`num_steps` decode steps of `rows` rows in one launch. `state` and `kv_cache` are meant to be donated.
 
     A row that ends (stop id, limit, non-finite logits) does nothing from the next step on: it writes to the null page
-    and samples -1.
+    and samples -1. A masked row does so too, until the next launch, because the host has its next mask only then.
     """
     page_size = kv_cache.page_size
     updates = decode_layout(rows=rows, num_steps=num_steps, page_size=page_size).unpack(packed)
@@ -115,9 +116,9 @@ def decode_steps(
     page_table = state.page_table[index]
     fixed, moving = _gather_rows(state, index)
 
-    def one(carry: tuple[MovingRows, Array, KVCache], _: None) -> tuple[tuple[MovingRows, Array, KVCache], StepTokens]:
+    def one(carry: tuple[MovingRows, Array, KVCache], step: Array) -> tuple[tuple[MovingRows, Array, KVCache], StepTokens]:
         moving, counts, cache = carry
-        active, positions = moving.active, moving.seq_lens
+        active, positions = moving.active & ((step == 0) | ~fixed.masked), moving.seq_lens
         batch = ModelBatch(
             tokens=moving.last_token,
             positions=positions,
@@ -130,15 +131,15 @@ def decode_steps(
         hidden, cache = model.forward(params, batch, cache, config=config, decode=True)
         moving = moving._replace(seq_lens=positions + active)
         logits = model.logits(params, hidden, config=config)
-        moving, counts, tokens = _sample_rows(fixed, moving, counts, index, active, active, logits)
+        moving, counts, tokens = _sample_rows(fixed, moving, counts, state.allowed, index, active, active, logits)
         return (moving, counts, cache), tokens
 
     carry = (moving, state.counts, kv_cache)
     if num_steps == 1:
-        carry, tokens = one(carry, None)
+        carry, tokens = one(carry, jnp.zeros((), jnp.int32))
         tokens = jax.tree.map(lambda a: a[None], tokens)
     else:
-        carry, tokens = jax.lax.scan(one, carry, None, length=num_steps)
+        carry, tokens = jax.lax.scan(one, carry, jnp.arange(num_steps))
     moving, counts, kv_cache = carry
     return _scatter_rows(state, index, moving, counts), tokens, kv_cache
 
@@ -195,7 +196,7 @@ def extend_step(
     last = model.logits(params, hidden[batch.logits_indices], config=config)
     fixed, moving = _gather_rows(state, index)
     wants = live & (updates["samples"] > 0)
-    moving, counts, sampled = _sample_rows(fixed, moving, state.counts, index, live, wants, last)
+    moving, counts, sampled = _sample_rows(fixed, moving, state.counts, state.allowed, index, live, wants, last)
     return _scatter_rows(state, index, moving, counts), jax.tree.map(lambda a: a[None], sampled), scores, kv_cache
 
 
@@ -215,6 +216,7 @@ class FixedRows(NamedTuple):
 
     settings: SamplingSettings
     limit: Int[Array, "R"]
+    masked: Bool[Array, "R"]
 
 
 class MovingRows(NamedTuple):
@@ -230,7 +232,7 @@ class MovingRows(NamedTuple):
 
 
 def _gather_rows(state: DeviceState, index: Array) -> tuple[FixedRows, MovingRows]:
-    fixed = FixedRows(jax.tree.map(lambda a: a[index], state.settings), state.limit[index])
+    fixed = FixedRows(jax.tree.map(lambda a: a[index], state.settings), state.limit[index], state.masked[index])
     return fixed, MovingRows(*(getattr(state, name)[index] for name in MovingRows._fields))
 
 
@@ -240,11 +242,19 @@ def _scatter_rows(state: DeviceState, index: Array, moving: MovingRows, counts: 
 
 
 def _sample_rows(
-    fixed: FixedRows, moving: MovingRows, counts: Array, index: Array, live: Array, wants: Array, logits: Array
+    fixed: FixedRows,
+    moving: MovingRows,
+    counts: Array,
+    allowed: Array,
+    index: Array,
+    live: Array,
+    wants: Array,
+    logits: Array,
 ) -> tuple[MovingRows, Array, StepTokens]:
     """Sample one token for each entry that `wants` one, and move these rows on; tell of each `live` entry whether its logits are
-    finite. `counts` [B1, V] are of all rows."""
-    sampled: Sampled = sample(logits, fixed.settings, lambda: counts[index], moving.seq_lens, moving.num_output)
+    finite. `counts` [B1, V] and `allowed` [B1, W] are of all rows."""
+    masks = TokenMasks(fixed.masked, lambda: allowed[index])
+    sampled: Sampled = sample(logits, fixed.settings, lambda: counts[index], moving.seq_lens, moving.num_output, masks)
     tokens = jnp.where(wants, sampled.tokens, -1)
     taken = tokens >= 0  # finite logits, and wanted
     num_output = moving.num_output + taken

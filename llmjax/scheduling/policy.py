@@ -78,6 +78,12 @@ def has_work_and_pages(decoding: Sequence[Request], steps: int, pool: PagePool) 
     return taken <= pool.num_free
 
 
+def takes_turns_alone(running: Sequence[Request]) -> bool:
+    """Whether all who run are stepwise and past their prompts. Launched as their tokens are read, some would be in every other
+    launch and the rest in those between; together they take half as many launches, each about as long."""
+    return all(r.stepwise and r.num_computed_tokens >= r.num_prefill_tokens for r in running)
+
+
 def choose_victim(running: Sequence[Request], lanes: Sequence[LaneConfig]) -> Request:
     """Who loses its row when the pages run out: by lane, age and lost work.
 

@@ -65,6 +65,7 @@ class Request:
         num_chunks: launches that computed known tokens of it.
         num_steps: decode steps launched for it.
         ending_ids: every token id that ends the output, as a set (the device and `Scheduler.update` both decide by this).
+        stepwise: the host must know each token before the next one is launched, because it decides what that may be.
     """
 
     request_id: str
@@ -99,9 +100,11 @@ class Request:
     num_chunks: int = 0
     num_steps: int = 0
     ending_ids: frozenset[int] = dataclasses.field(init=False)
+    stepwise: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.ending_ids = frozenset(self.stop_ids)
+        self.stepwise = self.params.structured is not None
 
     @property
     def num_prompt_tokens(self) -> int:

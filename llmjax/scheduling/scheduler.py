@@ -27,6 +27,9 @@ The victim is the last of its lane (`choose_victim`), never the oldest of all wh
 grow by one page, or by one page more for each time it was preempted. So a request that lost its place waits for more room
 each time, at most for all that the rows can ever use. Nothing is admitted in a launch that preempted.
 
+*Stepwise* requests are launched only when the host has read their last token, so that with launches in flight they are not in
+every launch; the others are.
+
 *Turns.* A prompt is computed chunk by chunk, and each launch's tokens are shared anew, so that a short prompt waits for at
 most the launches in flight and not for a long one before it. Rows that decode are in every launch.
 """
@@ -44,7 +47,14 @@ from llmjax.scheduling.held_pages import HeldPages
 from llmjax.scheduling.lanes import Lanes
 from llmjax.scheduling.page_map import PageUse
 from llmjax.scheduling.page_pool import PagePool
-from llmjax.scheduling.policy import SchedulerConfig, can_idle, choose_victim, has_work_and_pages, reserves_full_length
+from llmjax.scheduling.policy import (
+    SchedulerConfig,
+    can_idle,
+    choose_victim,
+    has_work_and_pages,
+    reserves_full_length,
+    takes_turns_alone,
+)
 from llmjax.scheduling.prefix_cache import PrefixCache
 from llmjax.scheduling.request import FinishReason, Request, RequestState, ScheduledBatch, ScheduledRow, StepOutput
 from llmjax.scheduling.results import RequestUpdate, read_tokens
@@ -169,6 +179,8 @@ class Scheduler:
         if self._config.deterministic:
             return self._schedule_apart(decoding, prefilling, now)
 
+        if self._in_flight and decoding and takes_turns_alone(self._running) and self._next(now) is None:
+            return None  # read first, and launch all together
         # Rows that decode always get their token: a long prompt must not stop a running answer.
         num_steps = 1 if prefilling else self._choose_num_steps(decoding, missing, now)
         rows = self._dispatch_decoding(decoding, num_steps)
@@ -221,14 +233,15 @@ class Scheduler:
 
     def _survey(self) -> tuple[list[Request], list[Request], int]:
         """Running requests that decode (the device samples their next token from its own last one, and not all are promised
-        yet), those with known tokens still to compute, and how many pages one step of the former takes."""
+        yet), those with known tokens still to compute, and how many pages one step of the former takes. Stepwise ones whose last
+        token has not been read are neither."""
         page_size = self._pool.page_size
         decoding, prefilling, missing = [], [], 0
         for request in self._running:
             computed = request.num_computed_tokens
             if computed < request.num_prefill_tokens:
                 prefilling.append(request)
-            elif request.num_left > 0:
+            elif request.num_left > 0 and not (request.stepwise and request.num_in_flight):
                 decoding.append(request)
                 missing += computed >= page_size * len(request.pages)
         return decoding, prefilling, missing
@@ -236,10 +249,11 @@ class Scheduler:
     def _choose_num_steps(self, decoding: Sequence[Request], missing: int, now: float) -> int:
         """K steps when nothing but decoding is to be done, most of the steps have work, and the pages suffice; else one.
 
-        A waiting request that a launch could take in asks for one step; for one that must wait anyway see `can_idle`.
+        A waiting request that a launch could take in asks for one step; for one that must wait anyway see `can_idle`. So does a
+        stepwise one: it gets one token of a launch, and would else wait for the other steps.
         """
         steps = self._config.decode_steps
-        if steps == 1 or not decoding:
+        if steps == 1 or not decoding or any(request.stepwise for request in self._running):
             return 1
         if len(self._lanes):
             coming = self._admission.next(self._running, len(self._free_rows), now, promised=missing)
@@ -276,7 +290,7 @@ class Scheduler:
         pool, step_id = self._pool, self._next_step_id
         rows = []
         for request in decoding:
-            samples = min(num_steps, request.num_left)
+            samples = 1 if request.stepwise else min(num_steps, request.num_left)
             start = request.num_computed_tokens
             end = start + samples
             new_pages: Sequence[tuple[int, int]] = ()

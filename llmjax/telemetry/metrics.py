@@ -50,6 +50,12 @@ class EngineMetrics:
         cached = counter("cached_tokens", "Those of them that were found in the cache.")
         output = counter("output_tokens", "Tokens sampled for finished requests.")
         preemptions = counter("preemptions", "Times that finished requests had lost a row.")
+        self._compilations = Histogram(
+            "llmjax_grammar_compilation_seconds",
+            "Compiling the form of a structured output; those known already are not counted.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
         self._waiting = Gauge("llmjax_requests_waiting", "Requests without a row.", ("lane",), registry=registry)
         self._segments = {lane: [segments.labels(lane, segment) for segment in SEGMENTS] for lane in lanes}
         self._histograms = {lane: [h.labels(lane) for h in (whole, chunks, steps)] for lane in lanes}
@@ -77,6 +83,10 @@ class EngineMetrics:
         for counter, count in zip(self._counters[lane], counts, strict=True):
             counter.inc(count)
         self._finished.labels(lane, reason).inc()
+
+    def grammar_compiled(self, seconds: float) -> None:
+        """Count a compilation. From any thread."""
+        self._compilations.observe(seconds)
 
     def refused(self, lane: str) -> None:
         """Count a request that found its lane full."""
