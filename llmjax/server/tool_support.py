@@ -50,7 +50,10 @@ def _params(params: SamplingParams, use: ToolUse, form: CallFormat, tokenizer: T
     if special:
         params = dataclasses.replace(params, skip_special_tokens=False)  # or the marks of a call would not be seen
     if use.required or (use.strict and not form.bare):
-        grammar = call_grammar(use, tokens if use.required else special)
+        try:
+            grammar = call_grammar(use, tokens if use.required else special)
+        except RecursionError:
+            raise RequestError("tools: a schema of parameters is nested too deeply", "tools") from None
         params = dataclasses.replace(params, structured=StructuredOutput(grammar=grammar, field="tools"))
     return params
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -249,3 +250,68 @@ def test_offline_the_template_gets_the_tools_and_the_parser_is_at_hand(model: Sc
         outputs += model.engine.step()
     assert outputs[-1].prompt == "fg:?"
     assert parse_calls(outputs[-1].outputs[0].text, HERMES) == ("", [("f", '{"a": 1}')])
+
+
+NAMED = {"type": "function", "function": {"name": "f"}}
+SMALL = tool("f", {"type": "object", "properties": {"a": {"enum": [1, "é}"]}, "b": {"type": "boolean"}}, "required": ["a"]})
+
+
+@pytest.mark.parametrize("family", ["hermes", "llama"])
+@pytest.mark.parametrize("choice", [NAMED, "required"], ids=["named", "required"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_random_model_calls_when_it_must(served: Served, model: Scripted, family: str, choice: Any, stream: bool) -> None:
+    write(served, model, family, "")
+    run(served.engine.call(lambda: model.script([])))  # all tokens are equally likely
+    body = {
+        **ASK, "tools": [SMALL, G], "tool_choice": choice, "parallel_tool_calls": False,
+        "temperature": 1, "n": 3, "seed": random.randrange(2**32),
+    }  # fmt: skip
+    if stream:
+        choices = joined(served.events(CHAT, body))
+    else:
+        choices = served.post(CHAT, body).json()["choices"]
+    assert len(choices) == 3
+    for one in choices:
+        assert without_ids(one)["message"]["content"] is None
+        ((name, text),) = calls_of(one)
+        assert one["finish_reason"] == "tool_calls"
+        arguments = json.loads(text)
+        assert name == "f" or (name, arguments, choice) == ("g", {}, "required")
+        if name == "f":
+            assert arguments["a"] in (1, "é}")
+            assert arguments.keys() <= {"a", "b"}
+
+
+def test_a_strict_function_keeps_to_its_schema_though_the_model_would_not(served: Served, model: Scripted) -> None:
+    text = 'So: <tool_call>\n{"name": "f", "arguments": {"z": 5, "a": 7}}\n</tool_call>'
+    strict = {**SMALL, "function": {**SMALL["function"], "strict": True}}
+    for tools, fits in (([SMALL, G], False), ([strict, G], True)):
+        write(served, model, "hermes", text)
+        choice = served.post(CHAT, {**ASK, "tools": tools}).json()["choices"][0]
+        assert choice["message"]["content"].rstrip("\0") == "So:"  # what the model says when the script is over
+        ((name, arguments),) = calls_of(choice)
+        assert name == "f"
+        assert (arguments != '{"z": 5, "a": 7}') is fits
+        assert not fits or arguments.startswith(('{"a": 1', '{"a": "'))
+
+
+def test_a_schema_that_cannot_be_enforced_is_told_as_a_fault_of_the_tools(served: Served, model: Scripted) -> None:
+    write(served, model, "hermes", "ok")
+    odd = tool("f", {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}})
+    for stream in (False, True):
+        response = served.post(CHAT, {**ASK, "tools": [odd], "tool_choice": "required", "stream": stream})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == "tools"
+    assert answers(served)["message"]["content"] == "ok"
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900, 20_000])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_deep_schema_is_served_or_refused(served: Served, model: Scripted, depth: int, choice: str) -> None:
+    write(served, model, "hermes", "ok")
+    body = {**ASK, "tools": [tool("f", {"type": "object", "properties": {"a": "DEEP"}})], "tool_choice": choice, "max_tokens": 3}
+    data = json.dumps(body).replace('"DEEP"', '{"type":"array","items":' * depth + "{}" + "}" * depth)
+    response = served.post(CHAT, data=data.encode())
+    assert response.status_code == (200 if depth == 100 else 400 if depth == 20_000 else response.status_code), response.text
+    assert response.status_code in (200, 400), response.text
+    assert answers(served)["message"]["content"] == "ok"

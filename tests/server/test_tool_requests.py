@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -12,10 +13,12 @@ from tool_templates import CLOCK, LLAMA_LIKE, QWEN_LIKE, SHORT, WEATHER, tool
 
 from llmjax.engine.tokenizer import Tokenizer
 from llmjax.errors import ConfigError, RequestError
+from llmjax.sampling_params import SamplingParams
 from llmjax.server.config import ServerConfig
 from llmjax.server.protocol import ApiRequest, parse_request
 from llmjax.server.tool_parsers import HERMES, LLAMA
 from llmjax.server.tool_support import with_tools
+from llmjax.structured_output import StructuredOutput
 
 USER = {"role": "user", "content": "hi"}
 
@@ -170,6 +173,41 @@ def test_what_a_model_cannot_do_is_told(template: str, setting: Any, fields: dic
     assert caught.value.param == param
     untouched = parse(tools=[CLOCK], tool_choice="none")
     assert with_tools(untouched, model(template), setting) is untouched
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_another_form_of_the_output_cannot_be_asked_for_beside_tools(choice: str) -> None:
+    form = SamplingParams(structured=StructuredOutput(json_object=True, field="response_format"))
+    request = dataclasses.replace(parse(tools=[CLOCK], tool_choice=choice), params=form)
+    with pytest.raises(RequestError, match="cannot be combined with tools") as caught:
+        with_tools(request, model(QWEN_LIKE), "auto")
+    assert caught.value.param == "response_format"
+    without = dataclasses.replace(parse(tools=[CLOCK], tool_choice="none"), params=form)
+    assert with_tools(without, model(QWEN_LIKE), "auto") is without
+
+
+def test_only_what_must_keep_to_a_form_is_constrained() -> None:
+    strict = tool("f", strict=True)
+    for fields, constrained in (
+        ({"tools": [CLOCK]}, {"hermes": False, "llama": False, "none": False}),
+        ({"tools": [CLOCK, strict]}, {"hermes": True, "llama": False, "none": False}),
+        ({"tools": [CLOCK], "tool_choice": "required"}, {"hermes": True, "llama": True}),
+    ):
+        for setting, expected in constrained.items():
+            request = with_tools(parse(**fields), model(QWEN_LIKE), setting)  # type: ignore[arg-type]
+            assert (request.params.structured is not None) is expected
+
+
+def test_a_schema_too_deep_to_be_written_down_is_a_fault_of_the_tools() -> None:
+    deep: Any = {}
+    for _ in range(50_000):
+        deep = {"items": deep}
+    request = parse(tools=[tool("f", {"type": "object", "properties": {"a": deep}})], tool_choice="required")
+    with pytest.raises(RequestError, match="too deeply") as caught:
+        with_tools(request, model(QWEN_LIKE), "auto")
+    assert caught.value.param == "tools"
+    while deep:  # freed layer by layer: the interpreter would recurse
+        deep = deep["items"]
 
 
 def test_a_template_of_its_own_for_tools_is_the_one_that_counts() -> None:
