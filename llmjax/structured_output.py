@@ -30,7 +30,8 @@ class StructuredOutput:
             order in which the schema names them.
         regex: text that matches as a whole: Rust's syntax, so without look-around and back-references.
         choice: one of these texts.
-        grammar: text of a context-free grammar in llguidance's Lark syntax, which begins at the rule `start`.
+        grammar: a context-free grammar in llguidance's Lark syntax (it begins at the rule `start`), or in llama.cpp's GBNF (at
+            `root`).
         any_whitespace: JSON may have whitespace between its tokens; False allows none.
         lenient: keywords of a schema that cannot be enforced are ignored instead of refused.
         field: what the caller calls this, for messages; no part of equality.

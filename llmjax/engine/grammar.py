@@ -34,6 +34,7 @@ MAX_COMPILED = 128  # forms kept though no request uses them
 COMPILE_THREADS = 2
 COMPILE_STACK = 256 * 2**20  # bytes of address space; a chain of rules as long as the size limits allow takes a tenth of it
 _REASON_CHARS = 200
+_NOTHING = "it allows no text but the empty one, or none that this model's tokens can write"
 
 
 class Grammar:
@@ -113,7 +114,7 @@ class GrammarCompiler:
             raise wanted.error(
                 "min_tokens forbids every token that the output could begin with: lower it, or stop at other tokens"
                 if params.min_tokens
-                else "it allows only the empty text, or nothing that this model's tokens can write"
+                else _NOTHING
             )
         return [matcher, *(matcher.copy() for _ in range(params.n - 1))]
 
@@ -176,7 +177,10 @@ class GrammarCompiler:
             probe = matcher.deep_copy()
             probe.compute_bitmask()  # what is too complex often shows here
             if probe.is_error():
-                raise wanted.error(f"it is too complex: {_one_line(probe.get_error())}; make it simpler")
+                reason = probe.get_error()
+                if "NoExtension" in reason:
+                    raise wanted.error(_NOTHING)
+                raise wanted.error(f"it is too complex: {_one_line(reason)}; make it simpler")
         if matcher.is_error():
             raise wanted.error(f"it cannot be compiled: {_one_line(matcher.get_error())}")
         self._compiled(time.perf_counter() - started)
@@ -280,17 +284,35 @@ class _Vocabulary:
             self.tokens.append(b"<end>")
             self.special_token_ids.append(num_tokens)
         self._tokenizer = tokenizer
+        ordinary = set(range(num_tokens)) - set(self.special_token_ids)
+        self._ids = {self.tokens[token]: token for token in sorted(ordinary, reverse=True)}
+        self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Token ids of a text; llguidance looks at them only to force tokens, which is not asked for here."""
-        return self._tokenizer.encode(
-            text if isinstance(text, str) else text.decode("utf-8", "replace"), add_special_tokens=False
-        )
+        """Token ids of a text. Where only one text can follow, llguidance allows of all ways to write it the one told here.
+
+        That is the tokenizer's, as the model has learnt it, unless it adds or changes something (a space at the beginning, a
+        special token); then the longest tokens from left to right.
+        """
+        data = text.encode() if isinstance(text, str) else text
+        ids = self._tokenizer.encode(data.decode("utf-8", "replace"), add_special_tokens=False)
+        exact = all(token < len(self.tokens) and self._ids.get(self.tokens[token]) == token for token in ids)
+        if exact and b"".join(self.tokens[token] for token in ids) == data:
+            return ids
+        ids = []
+        while data:
+            sizes = range(min(self._longest, len(data)), 0, -1)
+            size = next((size for size in sizes if data[:size] in self._ids), None)
+            if size is None:
+                break
+            ids.append(self._ids[data[:size]])
+            data = data[size:]
+        return ids
 
 
 def _grammar_text(wanted: StructuredOutput) -> str:
     """The form as llguidance takes it. Raises `ValueError`."""
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, grammar_from
 
     if wanted.kind in ("json_object", "json_schema"):
         schema = wanted.schema_text if wanted.kind == "json_schema" else '{"type":"object"}'
@@ -302,7 +324,7 @@ def _grammar_text(wanted: StructuredOutput) -> str:
         assert wanted.regex is not None
         return LLMatcher.grammar_from_regex(wanted.regex)
     assert wanted.grammar is not None
-    return LLMatcher.grammar_from_lark(wanted.grammar)
+    return grammar_from("grammar", wanted.grammar)
 
 
 def _literal(text: str) -> str:

@@ -139,7 +139,7 @@ def decode_steps(
         carry, tokens = one(carry, jnp.zeros((), jnp.int32))
         tokens = jax.tree.map(lambda a: a[None], tokens)
     else:
-        carry, tokens = jax.lax.scan(one, carry, jnp.arange(num_steps))
+        carry, tokens = jax.lax.scan(one, carry, jnp.arange(num_steps), length=num_steps)
     moving, counts, kv_cache = carry
     return _scatter_rows(state, index, moving, counts), tokens, kv_cache
 

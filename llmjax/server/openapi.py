@@ -79,6 +79,7 @@ _TOOL_CHOICE = {
         },
     ]
 }
+_CHOICE = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 # Fields that are not sampling settings, or that an endpoint writes in a way of its own.
 _OTHER: dict[str, Any] = {
     "model": _STRING,
@@ -97,6 +98,33 @@ _OTHER: dict[str, Any] = {
     "tools": {"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS},
     "tool_choice": _TOOL_CHOICE,
     "parallel_tool_calls": _BOOLEAN,
+    "response_format": {
+        "type": "object",
+        "required": ["type"],
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "json_schema": {
+                "type": "object",
+                "required": ["schema"],
+                "properties": {"name": _STRING, "description": _STRING, "schema": _OBJECT, "strict": _BOOLEAN},
+            },
+        },
+    },
+    "structured_outputs": {
+        "type": "object",
+        "properties": {
+            "json": _OBJECT,
+            "regex": _NON_EMPTY,
+            "choice": _CHOICE,
+            "grammar": _NON_EMPTY,
+            "json_object": _BOOLEAN,
+            "disable_any_whitespace": _BOOLEAN,
+        },
+    },
+    "guided_json": _OBJECT,
+    "guided_regex": _NON_EMPTY,
+    "guided_choice": _CHOICE,
+    "guided_grammar": _NON_EMPTY,
 }
 _ERROR = {
     "type": "object",

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from llmjax.errors import RequestError
 from llmjax.sampling_params import SamplingParams
+from llmjax.server import structured_fields
 from llmjax.server.prompts import Prompt, encodable, read_messages, read_prompts
 from llmjax.server.strict_json import kind, printable
 from llmjax.server.tool_calls import ToolUse, read_tools
@@ -30,7 +31,7 @@ ENDPOINTS: dict[str, Endpoint] = {"/v1/completions": "completions", "/v1/chat/co
 MAX_CHOICES = 1024
 
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {"structured"}  # has other names here
-_COMMON = _SAMPLING | {"model", "max_completion_tokens", "stream", "stream_options"}
+_COMMON = _SAMPLING | structured_fields.NAMES | {"model", "max_completion_tokens", "stream", "stream_options"}
 _FIELDS: dict[Endpoint, frozenset[str]] = {
     "completions": _COMMON | {"prompt", "echo", "add_special_tokens"},
     "chat": _COMMON | {"messages", "top_logprobs", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls"},
@@ -46,14 +47,8 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "length_penalty": (1, 1.0),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "truncate_prompt_tokens": (),
@@ -244,6 +239,7 @@ def _sampling(endpoint: Endpoint, fields: Mapping[str, Any], *, echo: bool = Fal
     for text in kwargs["stop"] if isinstance(kwargs.get("stop"), list) else [kwargs.get("stop")]:
         if isinstance(text, str):
             encodable(text, "stop")
+    kwargs["structured"] = structured_fields.read_structured(fields)
     try:
         return SamplingParams(**kwargs)
     except RequestError as error:

@@ -120,7 +120,6 @@ def test_an_unknown_field_is_refused_with_what_was_meant(name: str, hint: str | 
     ("name", "harmless", "asks"),
     [
         ("tools", [], [{"type": "function"}]),
-        ("response_format", {"type": "text"}, {"type": "json_object"}),
         ("best_of", 1, 4),
         ("suffix", "", "x"),
         ("use_beam_search", False, True),
