@@ -177,6 +177,13 @@ def test_text_and_arguments_are_handed_on_at_once() -> None:
     assert [delta.arguments for delta in parser.feed('": "x</tool_call>y').calls] == ['": "x</tool_call>y']
 
 
+def test_an_answer_in_json_is_not_held_back_for_long() -> None:
+    for text in ('{"a"', '{"name": "Ann"', '\n{"type": "x", "name": "Ann"'):
+        parser = ToolParser(LLAMA, NAMES)
+        assert parser.feed(text[:-1]).content == ""
+        assert parser.feed(text[-1]).content == text
+
+
 def test_calls_beyond_the_limit_are_left_out() -> None:
     text = "a" + written(HERMES, "f", "{}") + written(HERMES, "g", '{"b": 1}') + "c"
     assert pieces_of(text, HERMES, [text], max_calls=1) == ("ac", [["f", "{}"]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -13,12 +12,10 @@ from tool_templates import CLOCK, LLAMA_LIKE, QWEN_LIKE, SHORT, WEATHER, tool
 
 from llmjax.engine.tokenizer import Tokenizer
 from llmjax.errors import ConfigError, RequestError
-from llmjax.sampling_params import SamplingParams
 from llmjax.server.config import ServerConfig
 from llmjax.server.protocol import ApiRequest, parse_request
 from llmjax.server.tool_parsers import HERMES, LLAMA
 from llmjax.server.tool_support import with_tools
-from llmjax.structured_output import StructuredOutput
 
 USER = {"role": "user", "content": "hi"}
 
@@ -175,15 +172,24 @@ def test_what_a_model_cannot_do_is_told(template: str, setting: Any, fields: dic
     assert with_tools(untouched, model(template), setting) is untouched
 
 
-@pytest.mark.parametrize("choice", ["auto", "required"])
-def test_another_form_of_the_output_cannot_be_asked_for_beside_tools(choice: str) -> None:
-    form = SamplingParams(structured=StructuredOutput(json_object=True, field="response_format"))
-    request = dataclasses.replace(parse(tools=[CLOCK], tool_choice=choice), params=form)
-    with pytest.raises(RequestError, match="cannot be combined with tools") as caught:
-        with_tools(request, model(QWEN_LIKE), "auto")
-    assert caught.value.param == "response_format"
-    without = dataclasses.replace(parse(tools=[CLOCK], tool_choice="none"), params=form)
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}},
+        {"guided_regex": "a"},
+        {"structured_outputs": {"choice": ["a"]}},
+    ],
+    ids=lambda form: next(iter(form)),
+)
+def test_another_form_of_the_output_cannot_be_asked_for_beside_tools(form: dict[str, Any]) -> None:
+    for choice in ("auto", "required"):
+        with pytest.raises(RequestError, match="cannot be combined with tools") as caught:
+            with_tools(parse(tools=[CLOCK], tool_choice=choice, **form), model(QWEN_LIKE), "auto")
+        assert caught.value.param in form
+    without = parse(tools=[CLOCK], tool_choice="none", **form)
     assert with_tools(without, model(QWEN_LIKE), "auto") is without
+    assert with_tools(parse(tools=[CLOCK], response_format={"type": "text"}), model(QWEN_LIKE), "auto").params == parse().params
 
 
 def test_only_what_must_keep_to_a_form_is_constrained() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 SPACES = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")
+_FIRST_KEYS = ("name", "type")
 _ESCAPES = {chr(code): json.dumps(chr(code))[1:-1] for code in range(0x20)}
 
 _Scan = Generator[None, str, str]  # takes characters, returns the one behind what it has read
@@ -28,6 +29,9 @@ class _MalformedError(Exception):
 class CallObject:
     """One call.
 
+    Args:
+        bare: no mark stood before it, so it must begin as models begin calls: its first key tells an answer in JSON from one.
+
     Attributes:
         name: of the function, None until it is known.
         begun: the first character of the arguments is known to be an object's.
@@ -38,7 +42,8 @@ class CallObject:
         broken: it is none; the last character is the one that does not fit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, bare: bool = False) -> None:
+        self._bare = bare
         self.name: str | None = None
         self.begun = self.closed = self.quoted = self.literal = self.done = self.broken = False
         self._new: list[str] = []
@@ -73,8 +78,12 @@ class CallObject:
         if (yield from _next()) != "{":
             raise _MalformedError
         char = yield from _next()
+        first = self._bare
         while char != "}":
             key = yield from self._string(char)
+            if first and key not in _FIRST_KEYS:
+                raise _MalformedError
+            first = False
             if (yield from _next()) != ":":
                 raise _MalformedError
             char = yield from self._member(key, (yield from _next()))

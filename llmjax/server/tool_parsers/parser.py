@@ -179,7 +179,7 @@ class ToolParser:
         return ""
 
     def _begin(self, held: str, lead: int, *, bare: bool) -> None:
-        self._state, self._call, self._announced = "call", CallObject(), False
+        self._state, self._call, self._announced = "call", CallObject(bare=bare), False
         self._held, self._lead, self._bare = held[: len(held) - bare], lead, bare
 
     def _add_to_call(self, char: str) -> str:
@@ -193,9 +193,9 @@ class ToolParser:
             if not self._announced:
                 return self._give_back()
             return self._leave()
+        if self._bare and call.name is not None and call.name not in self._names:
+            return self._give_back()
         if call.ready and not self._announced:
-            if self._bare and call.name not in self._names:
-                return self._give_back()
             self._announced, self._said = True, False
             self._tell(CallDelta(self.num_calls, call.name, ""))
             self.num_calls += 1
