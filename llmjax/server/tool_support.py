@@ -30,11 +30,13 @@ def with_tools(request: ApiRequest, tokenizer: Tokenizer | None, parser: ToolPar
         return request
     tokenizer = needed(tokenizer, "chat")
     template = tokenizer.tool_template
-    if template is not None and not reads_variable(template, "tools"):
+    if template is None:
+        return request  # rendering says what is missing
+    if not reads_variable(template, "tools"):
         raise RequestError(
             "this model's chat template takes no tools: leave out tools, or give the model a template that knows them", "tools"
         )
-    form = _format(template or "", parser)
+    form = _format(template, parser)
     if form is None and use.required:
         raise RequestError("tool_choice can force a call only with a known format of calls: set tool_parser", "tool_choice")
     use = dataclasses.replace(use, form=form)

@@ -224,6 +224,14 @@ def test_a_template_of_its_own_for_tools_is_the_one_that_counts() -> None:
     assert '"clock"' in tokenizer.render_chat(request.messages, **request.template_options)
 
 
+@pytest.mark.parametrize("setting", ["auto", "hermes"])
+def test_a_model_without_template_is_told_as_for_any_chat(setting: Any) -> None:
+    request = with_tools(parse(tools=[CLOCK]), plain_byte_tokenizer(), setting)
+    with pytest.raises(RequestError, match="no chat template") as caught:
+        plain_byte_tokenizer().render_chat(request.messages, **request.template_options)
+    assert caught.value.param == "messages"
+
+
 def test_a_model_without_tokenizer_is_told_as_for_any_chat() -> None:
     with pytest.raises(RequestError, match="tokenizer"):
         with_tools(parse(tools=[CLOCK]), None, "auto")
