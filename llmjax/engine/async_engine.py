@@ -242,7 +242,8 @@ class AsyncEngine:
             return text, tokenizer.encode(text, add_special_tokens=False)
 
         size = sum(len(message.get("content") or "") for message in messages)
-        return encode() if size <= _SHORT_TEXT else await asyncio.to_thread(encode)
+        short = size <= _SHORT_TEXT and not template_options.get("tools")  # whose schemas are seldom short
+        return encode() if short else await asyncio.to_thread(encode)
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last output with finish reason "abort". Unknown and finished ids are ignored."""

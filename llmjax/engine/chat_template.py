@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -93,6 +94,15 @@ def render_template(template: str, messages: Sequence[Mapping[str, Any]], variab
         raise RequestError(f"the chat template fails on these messages: {_one_line(error)}", "messages") from None
 
 
+@functools.lru_cache(maxsize=32)
+def reads_variable(template: str, name: str) -> bool:
+    """Whether a template looks at this variable. True for one that is no valid Jinja: rendering tells that."""
+    try:
+        return name in jinja2.meta.find_undeclared_variables(_environment().parse(template))
+    except jinja2.TemplateSyntaxError:
+        return True
+
+
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """A conversation as templates expect it; raises `RequestError` naming the message at fault.
 
@@ -143,7 +153,7 @@ def _with_object_arguments(call: Any) -> Any:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

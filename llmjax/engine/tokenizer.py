@@ -22,6 +22,8 @@ from llmjax.model.checkpoint.eos import collect_eos_ids
 
 log = logging.getLogger(__name__)
 
+_TOOL_TEMPLATE = "tool_use"
+
 
 def needed[T](tokenizer: T | None, what: str) -> T:
     """An engine's tokenizer. Raises `RequestError` where it has none, and so cannot take `what`."""
@@ -156,6 +158,16 @@ class Tokenizer:
         """The model's usual chat template, None for a model without one."""
         return self._templates.get(DEFAULT)
 
+    @property
+    def tool_template(self) -> str | None:
+        """The template that a conversation with tools is rendered with, None without a usual one."""
+        return self._templates.get(_TOOL_TEMPLATE, self.chat_template)
+
+    def added_id(self, text: str) -> int | None:
+        """Id of the token that was added to the vocabulary as this text, such as a mark of a chat template. None without one."""
+        token: int | None = self._backend.token_to_id(text)
+        return token if token in self._added else None
+
     def use_chat_template(self, template: str) -> None:
         """Use a Jinja text in place of all of the model's own chat templates."""
         self._templates = {DEFAULT: template}
@@ -203,8 +215,8 @@ class Tokenizer:
     def _template(self, wanted: str | None, tools: Sequence[Mapping[str, Any]] | None) -> str:
         if wanted is not None:
             return self._templates.get(wanted, wanted)
-        if tools is not None and "tool_use" in self._templates:
-            return self._templates["tool_use"]
+        if tools is not None and _TOOL_TEMPLATE in self._templates:
+            return self._templates[_TOOL_TEMPLATE]
         if DEFAULT in self._templates:
             return self._templates[DEFAULT]
         if self._templates:

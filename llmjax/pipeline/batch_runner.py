@@ -22,6 +22,8 @@ from llmjax.pipeline.batch_input import BatchFormat, BatchInput, BatchLine
 from llmjax.pipeline.batch_output import BatchOutput, Resume
 from llmjax.sampling_params import SamplingParams
 from llmjax.server.responses import error_body, error_status, response_body, usage
+from llmjax.server.tool_parsers import ToolParserName
+from llmjax.server.tool_support import with_tools
 
 LINES_AHEAD = 2  # requests kept in the engine, as a multiple of its rows: enough that a row never waits for the file
 
@@ -141,6 +143,7 @@ def run_batch(
     resume: Resume = False,
     checkpoint_every: int = 16,
     defaults: Mapping[str, Any] | None = None,
+    tool_parser: ToolParserName = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> BatchReport:
     """Answer a file of requests.
@@ -158,6 +161,7 @@ def run_batch(
             starts over, False is an error.
         checkpoint_every: results between two waits for the disk.
         defaults: `SamplingParams` fields for lines that leave them out.
+        tool_parser: how the model writes calls of tools, as in `ServerConfig`.
         progress: called with lines settled and lines in all.
 
     Raises `ConfigError` for wrong defaults, `StoreError` for files that cannot be read or written or that do not belong
@@ -185,7 +189,8 @@ def run_batch(
         id_field = "custom_id" if source.format == "openai" else "id"
         results = BatchOutput(output_path, errors_path, resume=resume, state=state, id_field=id_field)
         try:
-            return _BatchRun(llm, source, results, checkpoint_every, progress, BatchReport(str(output))).run(defaults)
+            report = BatchReport(str(output))
+            return _BatchRun(llm, source, results, checkpoint_every, tool_parser, progress, report).run(defaults)
         finally:
             results.close()
     finally:
@@ -201,6 +206,7 @@ class _BatchRun:
         source: BatchInput,
         results: BatchOutput,
         checkpoint_every: int,
+        tool_parser: ToolParserName,
         progress: Callable[[int, int], None] | None,
         report: BatchReport,
     ) -> None:
@@ -209,6 +215,7 @@ class _BatchRun:
         self._source = source
         self._results = results
         self._checkpoint_every = checkpoint_every
+        self._tool_parser = tool_parser
         self._progress = progress
         self._report = report
         self._run_id = source.facts.sha256[:12]
@@ -245,8 +252,13 @@ class _BatchRun:
         if line.error is not None:
             self._fail(line, line.error)
             return
-        request = line.request
-        assert request is not None
+        assert line.request is not None
+        try:
+            request = with_tools(line.request, self._engine.tokenizer, self._tool_parser)
+        except RequestError as error:
+            self._fail(line, error)
+            return
+        line = dataclasses.replace(line, request=request)
         adders: list[Callable[[], str]] = []
         if request.endpoint == "chat":
             options = request.template_options
@@ -359,9 +371,11 @@ class _BatchRun:
 
 
 def _plain_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """A choice of either endpoint as `text`, `finish_reason`, and logprobs where they were asked for."""
-    text = choice["message"]["content"] if "message" in choice else choice["text"]
-    out = {"text": text, "finish_reason": choice["finish_reason"]}
+    """A choice of either endpoint as `text`, `finish_reason`, and calls and logprobs where there are any."""
+    message = choice.get("message", {"content": choice.get("text")})
+    out = {"text": message["content"], "finish_reason": choice["finish_reason"]}
+    if "tool_calls" in message:
+        out["tool_calls"] = message["tool_calls"]
     return out | {name: choice[name] for name in ("logprobs", "prompt_logprobs") if choice.get(name) is not None}
 
 

@@ -33,6 +33,7 @@ from llmjax.server.openapi import openapi_document
 from llmjax.server.prompts import encodable, read_messages
 from llmjax.server.protocol import read_template_options
 from llmjax.server.service import Service, read_object
+from llmjax.server.tool_calls import read_tools
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -163,7 +164,7 @@ class _Routes:
         body = await self._body(
             request,
             {"model": str, "prompt": str, "messages": list, "add_special_tokens": bool, "add_generation_prompt": bool,
-             "chat_template_kwargs": dict, "return_token_strs": bool},
+             "chat_template_kwargs": dict, "tools": list, "return_token_strs": bool},
         )  # fmt: skip
         if ("prompt" in body) == ("messages" in body):
             raise RequestError("give either prompt or messages", "prompt")
@@ -171,6 +172,8 @@ class _Routes:
         if "messages" in body:
             messages = read_messages(body["messages"])
             options = {**read_template_options(body), "add_generation_prompt": body.get("add_generation_prompt", True)}
+            if (tools := read_tools(body)) is not None:
+                options["tools"] = list(tools.tools)
             _, ids = await self._service.engine.encode_chat(messages, **options)
         else:
             text, special = encodable(body["prompt"], "prompt"), body.get("add_special_tokens", True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from llmjax.errors import ConfigError
+from llmjax.server.tool_parsers import TOOL_PARSERS, ToolParserName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,8 @@ class ServerConfig:
         keep_alive: seconds of silence after which a stream gets a comment, and after which its headers are sent.
         send_timeout: seconds that a client may take to accept what was sent; then it is dropped and its request aborted.
         cors_origins: web pages that may call the server; "*" is all, empty none.
+        tool_parser: how the model writes calls of functions: "hermes", "llama", "auto" for what its chat template teaches, or
+            "none" to hand its text on as it is.
     """
 
     served_names: tuple[str, ...]
@@ -28,12 +31,15 @@ class ServerConfig:
     keep_alive: float = 5.0
     send_timeout: float = 60.0
     cors_origins: tuple[str, ...] = ()
+    tool_parser: ToolParserName = "auto"
 
     def __post_init__(self) -> None:
         if not self.served_names or not all(self.served_names):
             raise ConfigError("served_names must hold at least one name, and none of them empty")
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
             raise ConfigError("an API key must be printable ASCII without spaces, and not empty")
+        if self.tool_parser not in TOOL_PARSERS:
+            raise ConfigError(f"tool_parser must be one of {', '.join(TOOL_PARSERS)}, got {self.tool_parser!r:.40}")
         if self.max_body_bytes < 1:
             raise ConfigError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
         for name in ("keep_alive", "send_timeout"):

@@ -12,6 +12,7 @@ import pydantic
 from llmjax.sampling_params import SamplingParams
 from llmjax.server.prompts import ROLES
 from llmjax.server.protocol import Endpoint, known_fields
+from llmjax.server.tool_calls import MAX_TOOLS
 
 _NON_EMPTY = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -23,14 +24,62 @@ _PROMPT = {
         {"type": "array", "items": _IDS, "minItems": 1},
     ]
 }
+_BOOLEAN, _STRING, _OBJECT = {"type": "boolean"}, {"type": "string"}, {"type": "object"}
+_CALL = {
+    "type": "object",
+    "required": ["id", "type", "function"],
+    "properties": {
+        "id": _STRING,
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name", "arguments"],
+            "properties": {"name": _STRING, "arguments": _STRING},
+        },
+    },
+}
 _MESSAGE = {
     "type": "object",
-    "required": ["role", "content"],
-    "properties": {"role": {"enum": list(ROLES)}, "content": {"type": "string"}},
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": {"type": ["string", "null"]},
+        "tool_calls": {"type": "array", "items": _CALL},
+        "tool_call_id": _STRING,
+    },
 }
 _MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
+_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+                "description": _STRING,
+                "parameters": _OBJECT,
+                "strict": _BOOLEAN,
+            },
+        },
+    },
+}
+_TOOL_CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {
+                "type": {"const": "function"},
+                "function": {"type": "object", "required": ["name"], "properties": {"name": _STRING}},
+            },
+        },
+    ]
+}
 _CHOICE = {"type": "array", "items": {"type": "string"}, "minItems": 1}
-_BOOLEAN, _STRING, _OBJECT = {"type": "boolean"}, {"type": "string"}, {"type": "object"}
 # Fields that are not sampling settings, or that an endpoint writes in a way of its own.
 _OTHER: dict[str, Any] = {
     "model": _STRING,
@@ -46,6 +95,9 @@ _OTHER: dict[str, Any] = {
     "max_completion_tokens": {"type": "integer", "minimum": 1},
     "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
     "chat_template_kwargs": _OBJECT,
+    "tools": {"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS},
+    "tool_choice": _TOOL_CHOICE,
+    "parallel_tool_calls": _BOOLEAN,
     "response_format": {
         "type": "object",
         "required": ["type"],
@@ -95,7 +147,9 @@ _ERROR = {
 def openapi_document() -> dict[str, Any]:
     """The document, OpenAPI 3.1."""
     model = {"model": _STRING}
-    tokenize = {**model, "prompt": _STRING, "messages": _MESSAGES, "add_special_tokens": _BOOLEAN}
+    tokenize = {
+        **model, "prompt": _STRING, "messages": _MESSAGES, "tools": _OTHER["tools"], "add_special_tokens": _BOOLEAN
+    }  # fmt: skip
     paths = {
         "/v1/completions": _generates("Complete a prompt.", "completions", ["prompt"]),
         "/v1/chat/completions": _generates("Answer a conversation.", "chat", ["messages"]),

@@ -75,9 +75,13 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         raise RequestError(f"{where} must be an object with role and content, got {kind(value)}", "messages")
     message = {name: item for name, item in value.items() if item is not None}
     for name in message:
+        if name == "function_call":
+            raise RequestError(f"{where}.function_call is the old form, which is not supported: use tool_calls", "messages")
         if name not in _MESSAGE_FIELDS:
             raise RequestError(f"{where} has an unknown field {name!a:.80}", "messages")
     role = message.get("role")
+    if role == "function":
+        raise RequestError(f"{where}.role function is the old form, which is not supported: use tool, and tools", "messages")
     if role not in ROLES:
         raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}", "messages")
     for name in ("name", "tool_call_id", "reasoning_content"):
@@ -86,7 +90,9 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if "content" not in message and not (role == "assistant" and message.get("tool_calls")):
         raise RequestError(f"{where}.content is missing: give a string", "messages")
     message["content"] = _content(message["content"], f"{where}.content") if "content" in message else None
-    _all_encodable(message, where)
+    check_encodable(message, where, "messages")
+    if "tool_calls" in message:
+        _check_calls(message["tool_calls"], f"{where}.tool_calls")
     return message
 
 
@@ -107,12 +113,25 @@ def _content(value: Any, where: str) -> str:
     return "".join(texts)
 
 
-def _all_encodable(message: Mapping[str, Any], where: str) -> None:
-    stack: list[Any] = [message]  # not by recursion: tool calls may be nested as deep as JSON goes
+def _check_calls(calls: Any, where: str) -> None:
+    """The calls that an assistant made. Their arguments may be any text: a model wrote them."""
+    if not isinstance(calls, list):
+        raise RequestError(f"{where} must be a list, got {kind(calls)}", "messages")
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(f"{where}[{index}] must be an object with id, type and function, which has a name", "messages")
+        if not isinstance(function.get("arguments", ""), str | Mapping):
+            raise RequestError(f"{where}[{index}].function.arguments must be a string of JSON", "messages")
+
+
+def check_encodable(value: Any, where: str, param: str) -> None:
+    """Raises `RequestError` for a text anywhere in a JSON value that UTF-8 cannot carry."""
+    stack: list[Any] = [value]  # not by recursion: it may be nested as deep as JSON goes
     while stack:
         value = stack.pop()
         if isinstance(value, str):
-            encodable(value, where, "messages")
+            encodable(value, where, param)
         elif isinstance(value, Mapping):
             stack += [*value.keys(), *value.values()]
         elif isinstance(value, list):

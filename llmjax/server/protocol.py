@@ -23,6 +23,7 @@ from llmjax.sampling_params import SamplingParams
 from llmjax.server import structured_fields
 from llmjax.server.prompts import Prompt, encodable, read_messages, read_prompts
 from llmjax.server.strict_json import kind, printable
+from llmjax.server.tool_calls import ToolUse, read_tools
 
 Endpoint = Literal["completions", "chat"]
 
@@ -33,7 +34,7 @@ _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams)
 _COMMON = _SAMPLING | structured_fields.NAMES | {"model", "max_completion_tokens", "stream", "stream_options"}
 _FIELDS: dict[Endpoint, frozenset[str]] = {
     "completions": _COMMON | {"prompt", "echo", "add_special_tokens"},
-    "chat": _COMMON | {"messages", "top_logprobs", "chat_template_kwargs"},
+    "chat": _COMMON | {"messages", "top_logprobs", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls"},
 }
 # Accepted and without effect here: bookkeeping of the caller's own.
 _BOOKKEEPING = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
@@ -58,8 +59,9 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
 }
+_INSTEAD = {"functions": "it is the old form of tools, use that", "function_call": "it is the old form of tool_choice, use that"}
 # What a template is rendered with anyway; setting it here would mean something else than the same field of the body.
-_NOT_FOR_TEMPLATES = frozenset({"messages", "params", "priority", "request_id", "self", "template", "wake"})
+_NOT_FOR_TEMPLATES = frozenset({"messages", "params", "priority", "request_id", "self", "template", "tools", "wake"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,8 @@ class ApiRequest:
         echo: the answer's text starts with the prompt.
         add_special_tokens: put the tokenizer's own special tokens (such as a beginning of sequence) around text prompts.
         prompt_logprobs_asked: the body itself asked for `prompt_logprobs`, so the answer carries them.
-        template_options: keyword arguments for the chat template.
+        template_options: keyword arguments for the chat template, the tools among them.
+        tools: chat: the functions that the answer may call, None for none.
     """
 
     endpoint: Endpoint
@@ -91,6 +94,7 @@ class ApiRequest:
     add_special_tokens: bool = True
     prompt_logprobs_asked: bool = False
     template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tools: ToolUse | None = None
 
 
 def parse_request(endpoint: Endpoint, body: Any, defaults: Mapping[str, Any] | None = None) -> ApiRequest:
@@ -118,11 +122,13 @@ def parse_request(endpoint: Endpoint, body: Any, defaults: Mapping[str, Any] | N
             )
         add_special_tokens = _flag(fields, "add_special_tokens", True)
         return ApiRequest(**common, prompts=prompts, echo=echo, add_special_tokens=add_special_tokens, params=params)
+    tools = read_tools(fields)
     return ApiRequest(
         **common,
         messages=read_messages(fields.get("messages")),
         params=_sampling(endpoint, fields),
-        template_options=read_template_options(fields),
+        template_options=read_template_options(fields) | ({"tools": list(tools.tools)} if tools is not None else {}),
+        tools=tools,
     )
 
 
@@ -162,7 +168,7 @@ def _check_names(endpoint: Endpoint, fields: Mapping[str, Any]) -> None:
                 raise RequestError("best_of is not supported apart from n: leave it out", name)
         elif name in _ASKS_NOTHING:
             if value not in _ASKS_NOTHING[name]:
-                raise RequestError(f"{name} is not supported: leave it out", name)
+                raise RequestError(f"{name} is not supported: {_INSTEAD.get(name, 'leave it out')}", name)
         else:
             raise _unknown(name, known)
 

@@ -2,7 +2,7 @@
 
 Rules
 - Logprobs and `usage.completion_tokens` cover every sampled token, the one that ended the output included, whether or not the
-  text shows it.
+  text shows it, and those of calls with their marks.
 - `text_offset` counts characters from the start of the prompt's text, with or without `echo`. A token that carries part of a
   character has the offset of that character; a token the text leaves out has the offset of what comes next.
 - A logprob of minus infinity is written as -9999.0, because JSON has no infinity.
@@ -20,6 +20,7 @@ from typing import Any
 from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
 from llmjax.errors import ContextLengthError, LlmjaxError, QueueFullError, QueueTimeoutError, RequestError
 from llmjax.server.protocol import ApiRequest
+from llmjax.server.tool_calls import call_writer
 
 LOWEST_LOGPROB = -9999.0
 _RESYNC_CHARS = 4  # how far ahead a token's text is looked for when the text left something out before it
@@ -47,7 +48,7 @@ def response_body(
     choices: list[dict[str, Any]] = []
     for output in outputs:
         for choice in output.outputs:
-            body = _chat_choice(choice) if chat else _completion_choice(request, output, choice, decode)
+            body = _chat_choice(request, choice) if chat else _completion_choice(request, output, choice, decode)
             body["index"] = len(choices)
             if request.prompt_logprobs_asked:
                 body["prompt_logprobs"] = _prompt_logprobs(output)
@@ -99,15 +100,19 @@ def error_status(error: LlmjaxError) -> int:
 # -- choices
 
 
-def _chat_choice(choice: CompletionOutput) -> dict[str, Any]:
+def _chat_choice(request: ApiRequest, choice: CompletionOutput) -> dict[str, Any]:
     logprobs = None
+    message: dict[str, Any] = {"content": choice.text}
+    finish_reason: str | None = choice.finish_reason
+    if (writer := call_writer(request.tools)) is not None:
+        message, finish_reason = writer.message(choice.text), writer.finish_reason(finish_reason)
     if choice.logprobs is not None:
         logprobs = chat_logprobs(choice.logprobs)
     return {
         "index": 0,
-        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "message": {"role": "assistant", **message, "refusal": None},
         "logprobs": logprobs,
-        "finish_reason": choice.finish_reason,
+        "finish_reason": finish_reason,
         "stop_reason": choice.stop_reason,
     }
 

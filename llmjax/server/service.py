@@ -17,6 +17,7 @@ from llmjax.server.http_errors import HttpError
 from llmjax.server.metrics import ServerMetrics
 from llmjax.server.protocol import ApiRequest, Endpoint, parse_request, unknown_fields
 from llmjax.server.strict_json import kind, load_json, printable
+from llmjax.server.tool_support import with_tools
 
 _OWN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _WARNED_FIELDS = 20
@@ -60,7 +61,7 @@ class Service:
             ignored = unknown_fields(endpoint, body)
             left_out = set(ignored)
             body = {name: value for name, value in body.items() if name not in left_out}
-        request = parse_request(endpoint, body)
+        request = with_tools(parse_request(endpoint, body), self.engine.engine.tokenizer, self.config.tool_parser)
         if request.stream and request.prompt_logprobs_asked:
             raise RequestError(
                 "prompt_logprobs cannot be streamed: leave out stream, or use echo with logprobs", "prompt_logprobs"

@@ -2,9 +2,11 @@
 
 The contract, for each choice
 - chat: a chunk with the role first, then chunks with what is new, then one chunk with the finish reason and an empty delta;
+  where calls may come, the role's content is null, and a call has a chunk with its id and name, then chunks with arguments;
 - completions: with `echo` the prompt first, then what is new; the last chunk has the finish reason.
-One event a choice and step; a step whose text is held back (half a character, the beginning of a stop string) has none, unless
-logprobs were asked for: their entries are not held back, except that `text_offset` must be known.
+One event a choice and step, more only for calls; a step whose text is held back (half a character, the beginning of a stop
+string or of a call) has none, unless logprobs were asked for: their entries are not held back, except that `text_offset` must be
+known.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 from llmjax.engine.outputs import CompletionOutput, RequestOutput
 from llmjax.server.protocol import ApiRequest
 from llmjax.server.responses import CompletionLogprobs, chat_logprobs, prompt_text, usage
+from llmjax.server.tool_calls import CallWriter, call_writer
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -48,6 +51,7 @@ class EventWriter:
         self._started: set[int] = set()
         self._finished: set[int] = set()
         self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._calls: dict[int, CallWriter] = {}
         self._outputs: dict[int, RequestOutput] = {}
 
     def events(self, index: int, output: RequestOutput) -> bytes:
@@ -87,12 +91,20 @@ class EventWriter:
         chunks: list[dict[str, Any]] = []
         if number not in self._started:
             self._started.add(number)
-            chunks.append(_chat_chunk({"role": "assistant", "content": ""}))
+            if (started := call_writer(self._request.tools)) is not None:
+                self._calls[number] = started
+            chunks.append(_chat_chunk({"role": "assistant", "content": "" if started is None else None}))
         new = choice.logprobs[len(choice.logprobs) - num_new :] if choice.logprobs is not None else []
-        if text or new:
-            chunks.append(_chat_chunk({"content": text}, chat_logprobs(new) if new else None))
-        if choice.finish_reason is not None:
-            chunks.append({**_chat_chunk({}), "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason})
+        deltas: list[dict[str, Any]] = [{"content": text}] if text or new else []
+        reason: str | None = choice.finish_reason
+        if (calls := self._calls.get(number)) is not None:
+            deltas = calls.deltas(text, final=reason is not None) or ([{"content": None}] if new else [])
+            reason = calls.finish_reason(reason)
+        for delta in deltas:
+            chunks.append(_chat_chunk(delta, chat_logprobs(new) if new else None))
+            new = []
+        if reason is not None:
+            chunks.append({**_chat_chunk({}), "finish_reason": reason, "stop_reason": choice.stop_reason})
         return chunks
 
     def _completion_chunks(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fakes_text import BOS_ID, byte_backend, byte_tokenizer, plain_byte_tokenizer, write_byte_tokenizer
 
+from llmjax.engine.chat_template import reads_variable
 from llmjax.engine.tokenizer import Tokenizer, load_tokenizer
 from llmjax.errors import ModelError, RequestError
 
@@ -55,6 +56,20 @@ def test_alternating_roles() -> None:
     with pytest.raises(RequestError, match="refuses these messages: Conversation roles must alternate") as caught:
         tokenizer.render_chat([USER, USER])
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("template", "reads"),
+    [
+        ("{{ tools | length }}", True),
+        ("{% if a is defined %}{% set tools = a %}{% endif %}{% if tools %}x{% endif %}", True),
+        ("{# tools #}tools{{ messages[0].tools }}", False),
+        ("{% for tools in messages %}{{ tools }}{% endfor %}", False),
+        ("{% if", True),  # rendering says what is wrong
+    ],
+)
+def test_whether_a_template_looks_at_a_variable(template: str, reads: bool) -> None:
+    assert reads_variable(template, "tools") is reads
 
 
 @pytest.mark.parametrize("template", [LLAMA_LIKE, ALTERNATING])

@@ -226,7 +226,7 @@ def test_text_parts_are_joined_and_empty_content_is_allowed() -> None:
     messages = [
         {"role": "system", "content": ""},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]},
     ]
     assert [message["content"] for message in parse("chat", messages=messages).messages] == ["", "ab", None]
     assert "name" not in parse("chat", messages=messages).messages[1]

@@ -74,6 +74,11 @@ class BatchConfig(StageSection):
         default_factory=lambda: SamplingSection.model_validate({}),
         description="Sampling settings for requests that leave them out.",
     )
+    tool_parser: Literal["auto", "hermes", "llama", "none"] = Field(
+        "auto",
+        description="How the model writes calls of tools: hermes (Qwen and others), llama (3.1 to 3.3), auto for what its chat "
+        "template teaches, none to hand its text on as it is.",
+    )
 
 
 class BatchKind(StageKind[BatchConfig]):
@@ -111,6 +116,7 @@ def answer_file(llm: Any, context: StageContext[BatchConfig]) -> Any:
         resume=config.resume,
         checkpoint_every=config.checkpoint_every,
         defaults=config.defaults.as_mapping(),
+        tool_parser=config.tool_parser,
         progress=progress,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
@@ -63,6 +63,11 @@ class ServeSection(StageSection):
     cors_origins: Annotated[list[str], OneOrMore] = Field(
         default_factory=list, description='Origins of web pages that may call the server; "*" is all.'
     )
+    tool_parser: Literal["auto", "hermes", "llama", "none"] = Field(
+        "auto",
+        description="How the model writes calls of tools: hermes (Qwen and others), llama (3.1 to 3.3), auto for what its chat "
+        "template teaches, none to hand its text on as it is.",
+    )
     limits: LimitsSection = Field(default_factory=lambda: LimitsSection.model_validate({}), description="What may be asked for.")
 
     @model_validator(mode="after")
@@ -116,6 +121,7 @@ def start_server(llm: Any, context: StageContext[ServeSection], keys: tuple[str,
         keep_alive=section.keep_alive,
         send_timeout=section.limits.send,
         cors_origins=tuple(section.cors_origins),
+        tool_parser=section.tool_parser,
     )
     engine = AsyncEngine(llm.engine, max_waiting=section.limits.waiting, watchdog=section.limits.step)
     server = HttpServer(
