@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
 import functools
 import itertools
 import logging
@@ -45,6 +44,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER = 60
+
+
 class AsyncEngine(EngineClient):
     """Requests from any number of tasks and event loops to one engine.
 
@@ -301,9 +302,7 @@ class AsyncEngine(EngineClient):
             if stream.request_id in self._streams:  # also one that was aborted, until its last output has been handed out
                 raise RequestError(f"request id {stream.request_id!r} is in use by an unfinished request", "request_id")
             self._check_room(stream.params.n)
-            self._engine.add_request(
-                stream.prompt_ids, stream.params, request_id=stream.request_id, arrival_ns=stream.arrival_ns
-            )
+            self._engine.add_request(stream.prompt_ids, stream.params, request_id=stream.request_id, arrival_ns=stream.arrival_ns)
         except Exception as error:
             if not isinstance(error, LlmjaxError):
                 log.error("request %s could not be added", stream.request_id, exc_info=error)

@@ -11,7 +11,7 @@ import itertools
 import pickle
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -31,11 +31,15 @@ _SERIES_EVERY = 0.5  # seconds between two looks at whether this client's own se
 class RemoteEngine(EngineClient):
     """A client of whatever engine is connected.
 
+    Args:
+        on_hello: called when an engine has told what it is, before it hears that this client is ready.
+
     Attributes:
         registries: this client's own series; told to the engine from time to time, so that another client's `metrics` has them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_hello: Callable[[], None] = lambda: None) -> None:
+        self._on_hello = on_hello
         self.registries: Sequence[CollectorRegistry] = ()
         self._expected = Health("starting", "the engine is starting")
         self._hello: Hello | None = None
@@ -60,6 +64,7 @@ class RemoteEngine(EngineClient):
             assert isinstance(self._hello, Hello)
             self._tokenizer = pickle.loads(self._hello.tokenizer)
             self._said, self._heard = Health("ready"), time.monotonic()
+            self._on_hello()
             self._writer = writer
             self._send("ready")
             tasks = [asyncio.create_task(self._tell_series()), asyncio.create_task(self._watch(self._hello.watchdog))]
@@ -72,13 +77,9 @@ class RemoteEngine(EngineClient):
                 task.cancel()
             self._writer = None
             writer.close()
-            self._expected = self._said if self._said.state == "draining" else Health("starting", "the engine's process has ended")
-            self._end_all("the engine's process has ended")
-
-    @property
-    def connected(self) -> bool:
-        """Whether there is an engine that has told what it is."""
-        return self._writer is not None
+            ended = "the engine's process has ended"
+            self._expected = self._said if self._said.state == "draining" else Health("starting", ended)
+            self._end_all(ended)
 
     @property
     def name(self) -> str:

@@ -97,9 +97,7 @@ class Generation:
         """A stream for each prompt; either all of them are taken or none is. `common` are `submit`'s for every one of them."""
         engine, params = self._service.engine, request.params
         if request.endpoint == "chat":
-            return [
-                await engine.submit_chat(request.messages, params, request_id=ids[0], **common, **request.template_options)
-            ]
+            return [await engine.submit_chat(request.messages, params, request_id=ids[0], **common, **request.template_options)]
         if len(ids) > 1 and len(ids) * params.n > engine.capacity:
             raise RequestError(
                 f"{len(ids)} prompts of {params.n} choices each are asked for, and at most {engine.capacity} choices may run and "
