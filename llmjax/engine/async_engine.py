@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any, Self
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
-from llmjax.engine.engine_client import EngineClient, Health
+from llmjax.engine.engine_client import EngineClient
 from llmjax.engine.engine_state import EngineState
+from llmjax.engine.health import Health
 from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.request_stream import Ask, Part, RequestStream
 from llmjax.engine.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from llmjax import errors
-from llmjax.engine.engine_client import Health
+from llmjax.engine.health import Health
 from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
 from llmjax.engine.request_stream import Part, RequestStream
 from llmjax.errors import LlmjaxError
@@ -55,6 +55,7 @@ class News(NamedTuple):
         parts: (number, packed part) of streams.
         failures: (number, packed error) of streams.
         answers: (question's number, its answer).
+        refusals: (question's number, packed error).
     """
 
     health: tuple[str, str]
@@ -63,6 +64,7 @@ class News(NamedTuple):
     parts: Sequence[tuple[int, Any]]
     failures: Sequence[tuple[int, Any]]
     answers: Sequence[tuple[int, Any]]
+    refusals: Sequence[tuple[int, Any]]
 
     @property
     def state(self) -> Health:

@@ -17,8 +17,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.exposition import generate_latest
 
-from llmjax.engine.engine_client import EngineClient, Health
+from llmjax.engine.engine_client import EngineClient
 from llmjax.engine.engine_messages import Hello, News, frame, read_frame, unpack_error, unpack_part
+from llmjax.engine.health import Health
 from llmjax.engine.request_stream import Ask, RequestStream
 from llmjax.engine.tokenizer import Tokenizer
 from llmjax.errors import EngineError, UnavailableError
@@ -107,9 +108,11 @@ class RemoteEngine(EngineClient):
             if (stream := streams.get(number)) is not None:
                 stream.fail(unpack_error(packed))
         for number, answer in news.answers:
-            future = self._questions.pop(number)
-            if not future.done():
+            if not (future := self._questions.pop(number)).done():
                 future.set_result(answer)
+        for number, packed in news.refusals:
+            if not (future := self._questions.pop(number)).done():
+                future.set_exception(unpack_error(packed))
 
     def _end_all(self, why: str) -> None:
         for stream in list(self._streams.values()):
