@@ -337,7 +337,7 @@ class AsyncEngine(EngineClient):
 
     def _hand_out(self, outputs: Iterable[RequestOutput]) -> None:
         """Give a step's outputs to their streams: one call for each event loop."""
-        batches: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, Part]]] = {}
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, Part]]] = collections.defaultdict(list)
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
@@ -347,7 +347,7 @@ class AsyncEngine(EngineClient):
             if output.finished:
                 self._forget(stream)
             if (part := stream.cut(output)) is not None:
-                batches.setdefault(stream.loop, []).append((stream, part))
+                batches[stream.loop].append((stream, part))
         for loop, batch in batches.items():
             if not self._post(loop, functools.partial(_deliver, batch)):
                 for stream, _ in batch:  # its loop is closed: nobody can read on

@@ -256,7 +256,7 @@ class _Client:
             try:
                 while (part := stream.take_part()) is not None:  # behind the last part there may be an error
                     parts.append((number, pack_part(part)))
-                    if part.last.finished:
+                    if part.finished:
                         ended.append(number)
             except Exception as error:  # told to whoever reads the stream
                 failures.append((number, pack_error(error)))

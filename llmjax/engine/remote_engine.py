@@ -12,7 +12,7 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.exposition import generate_latest
@@ -103,7 +103,7 @@ class RemoteEngine(EngineClient):
                 stream.accept()
         for number, packed in news.parts:
             if (stream := streams.get(number)) is not None:
-                stream.put(unpack_part(packed, stream))
+                stream.put(unpack_part(packed, cast("list[int]", stream.prompt_ids)))  # made by _submit
         for number, packed in news.failures:
             if (stream := streams.get(number)) is not None:
                 stream.fail(unpack_error(packed))
