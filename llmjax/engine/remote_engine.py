@@ -7,6 +7,7 @@ Everything happens on one event loop. Outlives its engine: when the socket close
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import pickle
 import socket
@@ -61,9 +62,10 @@ class RemoteEngine(EngineClient):
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         tasks: list[asyncio.Task[None]] = []
         try:
-            self._hello = await read_frame(reader)
-            assert isinstance(self._hello, Hello)
-            self._tokenizer = pickle.loads(self._hello.tokenizer)
+            hello = await read_frame(reader)
+            assert isinstance(hello, Hello)
+            self._hello = dataclasses.replace(hello, tokenizer=b"")  # megabytes
+            self._tokenizer = pickle.loads(hello.tokenizer)
             self._said, self._heard = Health("ready"), time.monotonic()
             self._on_hello()
             self._writer = writer

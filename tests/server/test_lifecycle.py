@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from served import ENDPOINTS, Exchange, Served, parse_events, run
 
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.outputs import RequestOutput
+from llmjax.server import generation
 
 LONG: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True, "temperature": 0}
 BODIES: dict[str, dict[str, Any]] = {
@@ -296,6 +298,24 @@ def test_a_reader_that_takes_nothing_is_dropped_and_one_that_is_slow_gets_merged
         served.stop()
 
     run(main())
+
+
+def test_a_request_has_arrived_when_its_body_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenising and waiting for the engine count as the server's time, however long they take."""
+    monkeypatch.setattr(generation, "time", SimpleNamespace(monotonic_ns=lambda: 12345, time=time.time))
+    arrivals: list[int | None] = []
+
+    class Noting(HeldEngine):
+        def add_request(self, *args: Any, arrival_ns: int | None = None, **options: Any) -> str:
+            arrivals.append(arrival_ns)
+            return super().add_request(*args, **options)
+
+    served = Served(Noting())
+    for path in ENDPOINTS:
+        assert served.post(path, {**BODIES[path], "max_tokens": 1}).status_code == 200
+    assert served.post("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1}).status_code == 200
+    assert arrivals == [12345] * 4
+    served.stop()
 
 
 def test_an_answer_can_be_aborted_by_its_id(served: Served, scripted: Scripted) -> None:
