@@ -149,7 +149,8 @@ class RemoteEngine(EngineClient):
             return self._expected
         if self._is_silent():
             return Health("stuck", f"the engine's process has said nothing for {self._told.watchdog:g} s")
-        return self._said
+        # One that has died may be started again: only whoever runs its process can say that it is gone.
+        return Health("starting", self._said.reason) if self._said.gone else self._said
 
     def _is_silent(self) -> bool:
         return time.monotonic() - self._heard > self._told.watchdog + 2.0  # its heartbeat comes on top
