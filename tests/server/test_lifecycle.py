@@ -345,6 +345,53 @@ def test_an_answer_can_be_aborted_by_its_id(served: Served, scripted: Scripted) 
         run(main())
 
 
+def test_aborted_requests_are_counted_alike_in_every_series(served: Served, scripted: Scripted) -> None:
+    """B31."""
+
+    async def series() -> dict[str, float]:
+        lines = (await served.request("GET", "/metrics")).text.splitlines()
+        found = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+        return {name: float(value) for name, value in found}
+
+    async def main() -> None:
+        await served.engine.call(lambda: scripted.script([98] * 127))
+        before = await series()
+        exchanges = [Exchange(served.app, "/v1/completions", {**BODIES["/v1/completions"], "stream": True}) for _ in range(5)]
+        await until(lambda: exchanges[0].status == 200)
+        for exchange in exchanges:
+            exchange.leave()
+        await asyncio.gather(*(exchange.task for exchange in exchanges))
+        await until(lambda: served.engine.num_open == 0)
+        await served.engine.call(lambda: None)
+        after = await series()
+        grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        assert grown['llmjax_requests_total{lane="all",reason="abort"}'] == 5
+        assert grown['llmjax_request_seconds_count{lane="all"}'] == 5
+        assert grown['llmjax_request_segment_seconds_count{lane="all",segment="queue"}'] == 5
+        assert grown['llmjax_prompt_tokens_total{lane="all"}'] == 5
+
+    with paced(scripted.engine):
+        run(main())
+
+
+def test_an_interrupted_turn_keeps_its_prefix(served: Served, scripted: Scripted) -> None:
+    """B32: what was computed before the client left is found again by its next turn."""
+
+    async def main() -> None:
+        await served.engine.call(lambda: scripted.script([98] * 127))
+        prompt = [97 + index % 7 for index in range(50)]
+        first = Exchange(served.app, "/v1/completions", {"prompt": prompt, "max_tokens": 60, "ignore_eos": True, "stream": True})
+        await until(lambda: first.status == 200)
+        first.leave()
+        await first.task
+        await until(lambda: served.engine.num_open == 0)
+        answer = await served.request("POST", "/v1/completions", {"prompt": [*prompt, 98, 99], "max_tokens": 2})
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 48
+
+    with paced(scripted.engine):
+        run(main())
+
+
 def test_a_crowd_that_comes_and_goes_leaves_nothing_behind(served: Served, scripted: Scripted) -> None:
     """Clients of every kind leave at random points, some bodies are wrong; a neighbour's stream is what it is alone."""
 
