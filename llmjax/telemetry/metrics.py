@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from llmjax.telemetry.timings import SEGMENTS, Timings
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+ANY_LANE = "any"  # of a request that was refused before it was known which lane it would wait in
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -45,7 +46,7 @@ class EngineMetrics:
         chunks = histogram("request_chunks", "Launches that computed known tokens of a request.", _COUNTS)
         steps = histogram("request_steps", "Decode steps launched for a request.", _COUNTS)
         self._finished = counter("requests", "Finished requests by reason.", "reason")
-        refused = counter("queue_full", "Requests refused because their lane was full.")
+        refused = counter("queue_full", "Requests refused because their lane, or the whole queue, was full.")
         prompt = counter("prompt_tokens", "Prompt tokens of finished requests.")
         cached = counter("cached_tokens", "Those of them that were found in the cache.")
         output = counter("output_tokens", "Tokens sampled for finished requests.")
@@ -62,7 +63,7 @@ class EngineMetrics:
         self._first = {lane: first.labels(lane) for lane in lanes}
         self._each = {lane: each.labels(lane) for lane in lanes}
         self._counters = {lane: [c.labels(lane) for c in (prompt, cached, output, preemptions)] for lane in lanes}
-        self._refused = {lane: refused.labels(lane) for lane in lanes}
+        self._refused = {lane: refused.labels(lane) for lane in (*lanes, ANY_LANE)}
 
     def watch_waiting(self, counts: Callable[[], Mapping[str, int]]) -> None:
         """Ask `counts` for the waiting requests of each lane whenever the registry is read."""
@@ -89,5 +90,5 @@ class EngineMetrics:
         self._compilations.observe(seconds)
 
     def refused(self, lane: str) -> None:
-        """Count a request that found its lane full."""
+        """Count a request that found its lane full, or the queue (`ANY_LANE`)."""
         self._refused[lane].inc()

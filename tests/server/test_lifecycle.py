@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,19 @@ from served import ENDPOINTS, Exchange, Served, parse_events, run
 
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.outputs import RequestOutput
+from llmjax.server import generation
 
 LONG: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True, "temperature": 0}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", **LONG},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], **LONG, "max_tokens": 100},
 }
+
+
+@pytest.fixture(autouse=True, params=["one process", "two"])
+def far(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything holds too when the engine is at the other end of a socket."""
+    monkeypatch.setattr(Served, "far", request.param == "two")
 
 
 class HeldEngine(FakeEngine):
@@ -120,7 +128,7 @@ def test_headers_wait_for_the_first_token_or_one_interval_of_silence() -> None:
         await exchange.task
         assert "".join(event["choices"][0]["text"] for event in parse_events(exchange.data)) == "abab"
         assert exchange.data.endswith(b"data: [DONE]\n\n")
-        served.engine.stop()
+        served.stop()
 
     run(main())
 
@@ -138,7 +146,8 @@ def test_a_full_queue_is_429_at_once_and_harms_nobody() -> None:
         many = [
             Exchange(served.app, "/v1/completions", {"prompt": "a", "max_tokens": 3, "stream": i % 2 == 0}) for i in range(20)
         ]
-        batch = Exchange(served.app, "/v1/completions", {"prompt": ["a"] * 9, "max_tokens": 3})
+        batch = Exchange(served.app, "/v1/completions", {"prompt": ["a"] * 5, "max_tokens": 3})
+        await until(lambda: served.engine.num_open == 26)
         held.go.set()
         await asyncio.gather(*(exchange.task for exchange in (first, *many, batch)))
         statuses = [exchange.status for exchange in many]
@@ -151,9 +160,15 @@ def test_a_full_queue_is_429_at_once_and_harms_nobody() -> None:
         assert 1 <= int(headers[b"retry-after"]) <= 60
         assert error_of(refused)["code"] == "queue_full"
         assert served.engine.num_open == 0
+        refusals = held.metrics.registry.get_sample_value("llmjax_queue_full_total", {"lane": "any"})
+        assert refusals is not None
+        assert refusals > statuses.count(429), "every prompt of the batch that was refused counts too"
+        for wrong, param in (({"prompt": ["a"] * 6}, "prompt"), ({"prompt": "a", "n": 6}, "n")):
+            never = await served.request("POST", "/v1/completions", wrong)
+            assert (never.status_code, never.json()["error"]["param"]) == (400, param), "there will never be room"
         again = await served.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 3})
         assert again.json()["choices"][0]["text"] == "aaa"
-        served.engine.stop()
+        served.stop()
 
     run(main())
 
@@ -176,7 +191,11 @@ def test_a_dead_engine_ends_streams_with_an_error_and_shows(stream: bool) -> Non
             assert "boom" in error_of(exchange)["message"]
         for path in ("/livez", "/readyz", "/health"):
             response = await served.request("GET", path)
-            assert (response.status_code, response.json()["status"]) == (503, "dead")
+            if Served.far:  # whether another one is started is for the supervisor to say
+                assert (response.status_code, response.json()["status"]) == (200 if path == "/livez" else 503, "starting")
+            else:
+                assert (response.status_code, response.json()["status"]) == (503, "dead")
+            assert "boom" in response.json()["reason"]
         refused = await served.request("POST", "/v1/completions", {"prompt": "a"})
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
@@ -196,10 +215,12 @@ def test_a_stuck_engine_is_not_ready_but_alive_and_comes_back() -> None:
         assert (await served.request("GET", "/readyz")).status_code == 503
         assert (await served.request("GET", "/livez")).status_code == 200
         held.go.set()
-        await until(lambda: served.engine.health.ready)
+        async with asyncio.timeout(30):
+            while (await served.request("GET", "/readyz")).status_code != 200:
+                await asyncio.sleep(0.01)
         again = await served.request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 3})
         assert again.json()["choices"][0]["text"] == "aba"
-        served.engine.stop()
+        served.stop()
 
     run(main())
 
@@ -220,7 +241,7 @@ def test_draining_lets_streams_end_and_refuses_the_rest() -> None:
         assert await served.engine.drain(10)
         await exchange.task
         assert parse_events(exchange.data)[-1]["choices"][0]["finish_reason"] == "length"
-        served.engine.stop()
+        served.stop()
 
     run(main())
 
@@ -233,7 +254,7 @@ def test_the_deadline_of_draining_is_an_error_in_the_stream() -> None:
         assert not await served.engine.drain(0.05)
         await exchange.task
         assert parse_events(exchange.data)[-1]["error"]["code"] == "unavailable"
-        served.engine.stop()
+        served.stop()
 
     run(main())
 
@@ -245,17 +266,15 @@ def test_a_failed_request_is_an_error_alone() -> None:
         held = HeldEngine(fail_on="bad")
         served = Served(held, keep_alive=0.02)
         held.go.clear()
-        whole, stream, good = (
-            Exchange(served.app, "/v1/completions", {"prompt": prompt, "max_tokens": 5, "stream": stream})
-            for prompt, stream in (("bad", False), ("bad", True), ("ok", False))
-        )
+        stream = Exchange(served.app, "/v1/completions", {"prompt": "bad", "max_tokens": 5, "stream": True})
         await until(lambda: stream.status == 200)
+        whole, good = (Exchange(served.app, "/v1/completions", {"prompt": prompt, "max_tokens": 5}) for prompt in ("bad", "ok"))
         held.go.set()
         await asyncio.gather(whole.task, stream.task, good.task)
         assert (whole.status, error_of(whole)["type"]) == (500, "server_error")
         assert "NaN" in parse_events(stream.data)[-1]["error"]["message"]
         assert json.loads(good.data)["choices"][0]["text"] == "okoko"
-        served.engine.stop()
+        served.stop()
 
     run(main())
 
@@ -280,9 +299,27 @@ def test_a_reader_that_takes_nothing_is_dropped_and_one_that_is_slow_gets_merged
         events = parse_events(slow.data)
         assert "".join(event["choices"][0]["text"] for event in events) == "abc" * 100
         assert len(events) < 300
-        served.engine.stop()
+        served.stop()
 
     run(main())
+
+
+def test_a_request_has_arrived_when_its_body_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenising and waiting for the engine count as the server's time, however long they take."""
+    monkeypatch.setattr(generation, "time", SimpleNamespace(monotonic_ns=lambda: 12345, time=time.time))
+    arrivals: list[int | None] = []
+
+    class Noting(HeldEngine):
+        def add_request(self, *args: Any, arrival_ns: int | None = None, **options: Any) -> str:
+            arrivals.append(arrival_ns)
+            return super().add_request(*args, **options)
+
+    served = Served(Noting())
+    for path in ENDPOINTS:
+        assert served.post(path, {**BODIES[path], "max_tokens": 1}).status_code == 200
+    assert served.post("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1}).status_code == 200
+    assert arrivals == [12345] * 4
+    served.stop()
 
 
 def test_an_answer_can_be_aborted_by_its_id(served: Served, scripted: Scripted) -> None:
@@ -303,6 +340,53 @@ def test_an_answer_can_be_aborted_by_its_id(served: Served, scripted: Scripted) 
         await asyncio.gather(named.task, other.task)
         assert served.engine.num_open == 0
         assert other.data.endswith(b"data: [DONE]\n\n")
+
+    with paced(scripted.engine):
+        run(main())
+
+
+def test_aborted_requests_are_counted_alike_in_every_series(served: Served, scripted: Scripted) -> None:
+    """B31."""
+
+    async def series() -> dict[str, float]:
+        lines = (await served.request("GET", "/metrics")).text.splitlines()
+        found = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+        return {name: float(value) for name, value in found}
+
+    async def main() -> None:
+        await served.engine.call(lambda: scripted.script([98] * 127))
+        before = await series()
+        exchanges = [Exchange(served.app, "/v1/completions", {**BODIES["/v1/completions"], "stream": True}) for _ in range(5)]
+        await until(lambda: exchanges[0].status == 200)
+        for exchange in exchanges:
+            exchange.leave()
+        await asyncio.gather(*(exchange.task for exchange in exchanges))
+        await until(lambda: served.engine.num_open == 0)
+        await served.engine.call(lambda: None)
+        after = await series()
+        grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        assert grown['llmjax_requests_total{lane="all",reason="abort"}'] == 5
+        assert grown['llmjax_request_seconds_count{lane="all"}'] == 5
+        assert grown['llmjax_request_segment_seconds_count{lane="all",segment="queue"}'] == 5
+        assert grown['llmjax_prompt_tokens_total{lane="all"}'] == 5
+
+    with paced(scripted.engine):
+        run(main())
+
+
+def test_an_interrupted_turn_keeps_its_prefix(served: Served, scripted: Scripted) -> None:
+    """B32: what was computed before the client left is found again by its next turn."""
+
+    async def main() -> None:
+        await served.engine.call(lambda: scripted.script([98] * 127))
+        prompt = [97 + index % 7 for index in range(50)]
+        first = Exchange(served.app, "/v1/completions", {"prompt": prompt, "max_tokens": 60, "ignore_eos": True, "stream": True})
+        await until(lambda: first.status == 200)
+        first.leave()
+        await first.task
+        await until(lambda: served.engine.num_open == 0)
+        answer = await served.request("POST", "/v1/completions", {"prompt": [*prompt, 98, 99], "max_tokens": 2})
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 48
 
     with paced(scripted.engine):
         run(main())
