@@ -71,6 +71,7 @@ class FakeEngine:
         *,
         request_id: str | None = None,
         add_special_tokens: bool = True,
+        arrival_ns: int | None = None,
     ) -> str:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         text = prompt if isinstance(prompt, str) else None

@@ -36,6 +36,7 @@ HOST_ONLY = [
     "llmjax/engine/token_pieces.py", "llmjax/engine/chat_template.py", "llmjax/engine/detokenizer.py",
     "llmjax/engine/stop_strings.py", "llmjax/engine/text_output.py",
     "llmjax/engine/async_engine.py", "llmjax/engine/request_stream.py",
+    "llmjax/engine/engine_view.py", "llmjax/engine/engine_stats.py",
 ]  # fmt: skip
 
 

@@ -24,9 +24,10 @@ import math
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from llmjax.engine.engine_view import picture_json, read_engine, take_picture
 from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.request_stream import Part, RequestStream
 from llmjax.engine.tokenizer import needed
@@ -210,14 +211,15 @@ class AsyncEngine:
 
         Raises as `generate` does.
         """
+        arrival_ns = time.monotonic_ns()
         self._check_open()
         if not isinstance(prompt, str):
-            return await self._submit(None, prompt, params, request_id, wake)
+            return await self._submit(None, prompt, params, request_id, wake, arrival_ns)
         encode = functools.partial(
             needed(self._engine.tokenizer, "a text prompt").encode, prompt, add_special_tokens=add_special_tokens
         )
         ids = encode() if len(prompt) <= _SHORT_TEXT else await asyncio.to_thread(encode)
-        return await self._submit(prompt, ids, params, request_id, wake)
+        return await self._submit(prompt, ids, params, request_id, wake, arrival_ns)
 
     async def submit_chat(
         self,
@@ -229,9 +231,10 @@ class AsyncEngine:
         **template_options: Any,
     ) -> RequestStream:
         """Queue a conversation, rendered by the model's chat template (`template_options` go to it); otherwise as `submit`."""
+        arrival_ns = time.monotonic_ns()
         self._check_open()
         text, ids = await self.encode_chat(messages, **template_options)
-        return await self._submit(text, ids, params, request_id, wake)
+        return await self._submit(text, ids, params, request_id, wake, arrival_ns)
 
     async def encode_chat(self, messages: Sequence[dict[str, Any]], **template_options: Any) -> tuple[str, list[int]]:
         """A conversation as the text and the token ids of a prompt. Raises `RequestError`."""
@@ -259,6 +262,9 @@ class AsyncEngine:
         It must be quick: no request advances meanwhile. What it raises is raised here, and the engine goes on.
         """
         self._check_open()
+        return await self._call(function)
+
+    async def _call[T](self, function: Callable[[], T]) -> T:
         self.start()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -286,6 +292,20 @@ class AsyncEngine:
         """See `Engine.update_params`."""
         await self.call(lambda: self._engine.update_params(params))
 
+    async def snapshot(self) -> dict[str, Any]:
+        """What the engine holds between two steps, fit for `json.dumps`; see `picture_json`. Also while it drains.
+
+        Waits while the engine is stuck. Raises `EngineError` when it is gone.
+        """
+        if self._ended.is_set():
+            raise EngineError(self._death or "the engine was stopped")
+        picture, reading = await self._call(lambda: (take_picture(self._engine), read_engine(self._engine)))
+        return await asyncio.to_thread(picture_json, picture, reading)
+
+    async def metrics_text(self, labels: Mapping[str, str]) -> bytes:
+        """The engine's series in Prometheus' text form, with these labels on each. Does not wait for the engine's thread."""
+        return self._engine.metrics.text(labels)
+
     def retry_after(self) -> int:
         """Whole seconds in which a place is likely to become free, from the pace at which requests ended of late."""
         times = list(self._finish_times)
@@ -309,8 +329,9 @@ class AsyncEngine:
         params: SamplingParams,
         request_id: str | None,
         wake: asyncio.Event | None,
+        arrival_ns: int,
     ) -> RequestStream:
-        stream = RequestStream(request_id or f"async-{next(self._ids)}", text, prompt, params, wake, self._close)
+        stream = RequestStream(request_id or f"async-{next(self._ids)}", text, prompt, params, wake, self._close, arrival_ns)
         self.start()
         with self._lock:
             self._open[stream] = None
@@ -375,11 +396,12 @@ class AsyncEngine:
             if stream.request_id in self._streams:  # also one that was aborted, until its last output has been handed out
                 raise RequestError(f"request id {stream.request_id!r} is in use by an unfinished request", "request_id")
             if self._choices + stream.params.n > self._capacity:
+                self._engine.metrics.refused("default")
                 raise QueueFullError(
                     f"the queue is full: {self._choices} choices run or wait, at most {self._capacity} may; try again later",
                     "default",
                 )
-            self._engine.add_request(stream.prompt_ids, stream.params, request_id=stream.request_id)
+            self._engine.add_request(stream.prompt_ids, stream.params, request_id=stream.request_id, arrival_ns=stream.arrival_ns)
         except Exception as error:
             if not isinstance(error, LlmjaxError):
                 log.error("request %s could not be added", stream.request_id, exc_info=error)

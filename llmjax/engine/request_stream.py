@@ -46,7 +46,7 @@ class RequestStream:
 
     Attributes:
         request_id: the engine's.
-        prompt_ids, params: what was asked for.
+        prompt_ids, params: what was asked for. arrival_ns: when, on the monotonic clock.
         loop: the event loop of its reader.
         accepted: done once the engine has taken the request, or refused it with an error.
         closed: nobody reads on.
@@ -60,10 +60,12 @@ class RequestStream:
         params: SamplingParams,
         wake: asyncio.Event | None,
         on_close: OnClose,
+        arrival_ns: int,
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
         self.params = params
+        self.arrival_ns = arrival_ns
         self.loop = asyncio.get_running_loop()
         self.accepted: asyncio.Future[None] = self.loop.create_future()
         self.closed = False

@@ -43,7 +43,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig, *, registries: Sequenc
     Args:
         engine: several apps may share one.
         config: names, keys, limits.
-        registries: further Prometheus registries that `/metrics` shows.
+        registries: Prometheus registries that `/metrics` shows besides those of the server and its engine.
     """
     service = Service(engine, config)
     routes = [
@@ -149,6 +149,7 @@ class _Routes:
 
     async def _metrics(self, request: Request) -> Response:
         text = b"".join(generate_latest(registry) for registry in self._registries)
+        text += await self._service.engine.metrics_text({"model_name": self._service.config.served_names[0]})
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _version(self, request: Request) -> Response:

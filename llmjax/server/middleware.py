@@ -40,17 +40,25 @@ class Accounts:
         request_id = self._service.new_id(Headers(scope=scope).get("x-request-id"))
         scope.setdefault("state", {})["request_id"] = request_id
         status, complete = 0, False
+        read = sent = 0
+
+        async def counted_receive() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            return message
 
         async def counted(message: Message) -> None:
-            nonlocal status, complete
+            nonlocal status, complete, sent
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
+            sent += len(message.get("body", b""))
             complete = complete or (message["type"] == "http.response.body" and not message.get("more_body", False))
 
         try:
-            await self._app(scope, receive, counted)
+            await self._app(scope, counted_receive, counted)
         except Exception:
             status, complete = status or 500, True  # answered further out
             raise
@@ -63,6 +71,8 @@ class Accounts:
             method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
             metrics.requests.labels(route, method, shown).inc()
             metrics.seconds.labels(route).observe(seconds)
+            metrics.request_bytes.labels(route).observe(read)
+            metrics.response_bytes.labels(route).observe(sent)
             if path not in PROBES:
                 log.info("%s %s %s %d %.3f s", request_id, method, route, shown, seconds)
 

@@ -29,7 +29,7 @@ class Service:
         self.engine = engine
         self.config = config
         self.created = int(time.time())
-        self.metrics = ServerMetrics(engine)
+        self.metrics = ServerMetrics(engine, config.served_names[0])
         self._active: dict[str, list[str]] = {}  # answer's id -> the engine's ids of its requests
         self._numbers = itertools.count()
 

@@ -243,11 +243,11 @@ def test_probes_version_metrics_and_the_api_description(served: Served) -> None:
     served.post("/v1/completions", {"prompt": "a", "max_tokens": 2, "ignore_eos": True})
     served.post("/v1/completions", {"prompt": ""})
     lines = served.get("/metrics").text.splitlines()
-    assert 'llmjax_http_requests_total{method="POST",route="/v1/completions",status="200"} 1.0' in lines
-    assert 'llmjax_http_requests_total{method="POST",route="/v1/completions",status="400"} 1.0' in lines
-    assert "llmjax_engine_ready 1.0" in lines
-    assert "llmjax_open_requests 0.0" in lines
-    assert f"llmjax_kv_pages {float(served.engine.engine.stats.num_pages)}" in lines
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="200"} 1.0' in lines
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="400"} 1.0' in lines
+    assert 'llmjax:engine_ready{model_name="tiny"} 1.0' in lines
+    assert 'llmjax:open_requests{model_name="tiny"} 0.0' in lines
+    assert f'num_pages="{served.engine.engine.stats.num_pages}"' in next(line for line in lines if "cache_config_info{" in line)
     document = served.get("/openapi.json").json()
     assert {route.path.replace("{id:path}", "{id}") for route in served.app.routes} == set(document["paths"])
     fields = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]

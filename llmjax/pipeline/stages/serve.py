@@ -119,7 +119,7 @@ def start_server(llm: Any, context: StageContext[ServeSection], keys: tuple[str,
     )
     engine = AsyncEngine(llm.engine, max_waiting=section.limits.waiting, watchdog=section.limits.step)
     server = HttpServer(
-        create_app(engine, config, registries=[llm.engine.metrics.registry]),
+        create_app(engine, config),
         engine,
         host=section.host,
         port=section.port,
