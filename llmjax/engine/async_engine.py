@@ -299,8 +299,9 @@ class AsyncEngine:
         """
         if self._ended.is_set():
             raise EngineError(self._death or "the engine was stopped")
-        picture, reading = await self._call(lambda: (take_picture(self._engine), read_engine(self._engine)))
-        return await asyncio.to_thread(picture_json, picture, reading)
+        engine = self._engine
+        picture = await self._call(lambda: take_picture(engine))
+        return await asyncio.to_thread(lambda: picture_json(picture, read_engine(engine)))
 
     async def metrics_text(self, labels: Mapping[str, str]) -> bytes:
         """The engine's series in Prometheus' text form, with these labels on each. Does not wait for the engine's thread."""

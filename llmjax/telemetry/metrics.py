@@ -8,13 +8,13 @@ two engines of a process do not share numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from llmjax.telemetry.histogram import SECONDS, SHOWN_SECONDS, SIZES, Histogram
 from llmjax.telemetry.reading import EngineReading
@@ -163,7 +163,7 @@ class EngineMetrics(Collector):
         ) -> Metric:
             family = HistogramMetricFamily(PREFIX + name, text, labels=[*names, *more])
             for extra, one in series:
-                buckets = [(floatToGoString(bound), float(count)) for bound, count in one.cumulative(shown)]
+                buckets = [(_bound_text(bound), float(count)) for bound, count in one.cumulative(shown)]
                 family.add_metric([*values, *extra], buckets, one.total)
             return family
 
@@ -251,6 +251,10 @@ def _state(now: EngineReading, names: Sequence[str], values: Sequence[str]) -> I
     yield counter(
         "compiles_after_ready", "Programs that a launch had to compile; there should be none.", now.compiles_after_ready
     )
+
+
+def _bound_text(bound: float) -> str:
+    return str(float(bound)) if math.isfinite(bound) else "+Inf"
 
 
 def _items(by: Mapping[str, float] | float) -> list[tuple[tuple[str, ...], float]]:
