@@ -21,7 +21,7 @@ class Served:
     """An app over an engine. `options` are `ServerConfig`'s; the model is called "tiny"."""
 
     def __init__(self, engine: Any, *, max_waiting: int = 64, watchdog: float = 60.0, **options: Any) -> None:
-        self.engine = AsyncEngine(engine, max_waiting=max_waiting, watchdog=watchdog)
+        self.engine = AsyncEngine(engine, max_waiting=max_waiting, watchdog=watchdog, model_name="tiny")
         self.app: Any = create_app(self.engine, ServerConfig(**{"served_names": ("tiny", "alias")} | options))
 
     def with_options(self, **options: Any) -> Served:

@@ -11,6 +11,7 @@ import typer
 
 from llmjax.cli import bench, look, pipelines, talk
 from llmjax.cli.options import Command
+from llmjax.cli.terminal import safe_streams, tell
 from llmjax.errors import LlmjaxError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -41,12 +42,9 @@ app.add_typer(bench_app, name="bench")
 
 def main() -> None:
     """Entry point: runs a command and exits. An `LlmjaxError` is a line on stderr and its exit code, never a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a terminal that lacks a character still shows the rest
+    safe_streams()
     try:
         app(prog_name="llmjax")
     except LlmjaxError as error:
-        for line in str(error).splitlines():
-            typer.echo(f"llmjax: {line}", err=True)
+        tell(error)
         sys.exit(error.exit_code)

@@ -36,6 +36,9 @@ from llmjax.errors import ConfigError, LlmjaxError
 
 if TYPE_CHECKING:
     from llmjax.pipeline import Pipeline, RunResult
+    from llmjax.pipeline.stages import Front
+
+ENGINE_PROCESS = "llmjax.cli.engine_process"
 
 
 def run(
@@ -231,27 +234,61 @@ def run_pipeline(
     frozen: bool = False,
     trace: Path | None = None,
 ) -> None:
-    """Load and run a pipeline with progress on stderr and its result on stdout; exits with its code."""
+    """Load and run a pipeline with progress on stderr and its result on stdout; exits with its code.
+
+    One that ends with a server is run by processes of its own.
+    """
+    from llmjax.pipeline import load
+    from llmjax.pipeline.service import final_server, run_service
+    from llmjax.telemetry.logs import configure_logging
+
+    values = dict(values or {}) | ({} if log is None else {"runtime.log": log})
+    options: dict[str, Any] = {
+        "file": file, "log": log, "sets": sets, "overlays": overlays, "values": values, "until": until, "force": force,
+        "frozen": frozen, "trace": trace,
+    }  # fmt: skip
+    with _errors_in(log):
+        pipeline = load(file, overlays=overlays, sets=sets, values=values)
+        server = final_server(pipeline, until)
+        if server is not None:
+            configure_logging(pipeline.runtime.log, verbose=True)
+            raise typer.Exit(run_service(pipeline, server, engine_module=ENGINE_PROCESS, engine_job={"run": options}))
+    raise typer.Exit(run_here(**options))
+
+
+def run_here(
+    file: str,
+    *,
+    log: LogForm | None,
+    sets: Sequence[str],
+    overlays: Sequence[Path],
+    values: Mapping[str, Any],
+    until: str | None,
+    force: Sequence[str],
+    frozen: bool,
+    trace: Path | None,
+    front: Front | None = None,
+) -> int:
+    """`run_pipeline` in this process; the exit code. With a `front`, that is where the last stage serves."""
     from llmjax.pipeline import load, make_reporter
     from llmjax.pipeline import run as run_stages
     from llmjax.telemetry.logs import configure_logging
 
     with _errors_in(log):
-        chosen = dict(values or {}) | ({} if log is None else {"runtime.log": log})
-        pipeline = load(file, overlays=overlays, sets=sets, values=chosen)
+        pipeline = load(file, overlays=overlays, sets=sets, values=values)
         form = pipeline.runtime.log
         configure_logging(form, verbose=True)
         reporter = make_reporter(form)
         for warning in pipeline.warnings:
             reporter.message("warning", warning)
         with open_trace(trace) as writer:
-            result = run_stages(pipeline, until=until, force=force, frozen=frozen, reporter=reporter, trace=writer)
+            result = run_stages(pipeline, until=until, force=force, frozen=frozen, reporter=reporter, trace=writer, front=front)
     if form == "json":
         stages = [dataclasses.asdict(stage) for stage in result.stages]
         typer.echo(as_json({"pipeline": pipeline.name, "exit_code": result.exit_code, "stages": stages}))
     else:
         _show_result(pipeline, result)
-    raise typer.Exit(result.exit_code)
+    return result.exit_code
 
 
 def _show_result(pipeline: Pipeline, result: RunResult) -> None:

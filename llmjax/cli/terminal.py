@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from llmjax.errors import ConfigError
+from llmjax.errors import ConfigError, LlmjaxError
 
 if TYPE_CHECKING:
     from llmjax.telemetry.trace import TraceWriter
@@ -76,6 +76,19 @@ def open_trace(path: Path | None) -> contextlib.AbstractContextManager[TraceWrit
 def as_json(value: Any) -> str:
     """JSON for machines that a person can read too."""
     return json.dumps(value, ensure_ascii=False, indent=2)
+
+
+def safe_streams() -> None:
+    """Have characters that the terminal lacks escaped, so that the rest still shows."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def tell(error: LlmjaxError) -> None:
+    """An error on stderr, in lines."""
+    for line in str(error).splitlines():
+        typer.echo(f"llmjax: {line}", err=True)
 
 
 def warn(lines: Iterable[str]) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
 import functools
 import itertools
 import logging
@@ -24,15 +23,21 @@ import math
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+
+from llmjax.engine.engine_client import EngineClient, Health
+from llmjax.engine.engine_state import EngineState
 from llmjax.engine.engine_view import picture_json, read_engine, take_picture
 from llmjax.engine.outputs import RequestOutput
-from llmjax.engine.request_stream import Part, RequestStream
-from llmjax.engine.tokenizer import needed
+from llmjax.engine.request_stream import Ask, Part, RequestStream
+from llmjax.engine.tokenizer import Tokenizer
 from llmjax.errors import EngineError, LlmjaxError, QueueFullError, RequestError, UnavailableError
 from llmjax.sampling_params import SamplingParams
+from llmjax.telemetry.metrics import ANY_LANE
 
 if TYPE_CHECKING:
     from llmjax.engine.engine import Engine
@@ -40,28 +45,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER = 60
-_SHORT_TEXT = 4096  # characters; a longer text is tokenised on a thread, so that it does not hold up the event loop
-
-State = Literal["new", "ready", "draining", "stuck", "dead", "stopped"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Health:
-    """What can be expected of the engine. `reason` says why when it is not "ready".
-
-    "stuck" may pass (one step takes longer than the watchdog allows); "dead" and "stopped" do not.
-    """
-
-    state: State
-    reason: str = ""
-
-    @property
-    def ready(self) -> bool:
-        """Whether a request would be taken; a new engine starts with its first one."""
-        return self.state in ("new", "ready")
-
-
-class AsyncEngine:
+class AsyncEngine(EngineClient):
     """Requests from any number of tasks and event loops to one engine.
 
     Args:
@@ -69,9 +55,10 @@ class AsyncEngine:
         max_waiting: choices beyond the engine's rows that may wait; one more is a `QueueFullError`.
         watchdog: seconds that one step may take. After them the engine counts as stuck: every stream ends with an error and no
             request is taken, until the step returns.
+        model_name: label of its metrics.
     """
 
-    def __init__(self, engine: Engine, *, max_waiting: int = 1024, watchdog: float = 60.0) -> None:
+    def __init__(self, engine: Engine, *, max_waiting: int = 1024, watchdog: float = 60.0, model_name: str = "model") -> None:
         self._engine = engine
         self._capacity = engine.config.max_sequences + max_waiting
         self._watchdog_seconds = watchdog
@@ -87,11 +74,34 @@ class AsyncEngine:
         self._busy_since: float | None = None  # monotonic; None while the engine thread waits for something to do
         self._draining = False
         self._death: str | None = None
+        self._state = CollectorRegistry()
+        self._labels = {"model_name": model_name}
+        self._state.register(EngineState(self, self._labels))
 
     @property
     def engine(self) -> Engine:
         """For what does not change (config, tokenizer) and for reading counters; `call` is for everything else."""
         return self._engine
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """See `EngineClient`."""
+        return self._engine.tokenizer
+
+    @property
+    def max_context(self) -> int:
+        """See `EngineClient`."""
+        return int(self._engine.config.max_context or 0)
+
+    @property
+    def capacity(self) -> int:
+        """See `EngineClient`."""
+        return self._capacity
+
+    @property
+    def watchdog(self) -> float:
+        """Seconds that one step may take."""
+        return self._watchdog_seconds
 
     @property
     def num_open(self) -> int:
@@ -161,92 +171,6 @@ class AsyncEngine:
 
     # -- requests
 
-    async def generate(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        add_special_tokens: bool = True,
-    ) -> AsyncIterator[RequestOutput]:
-        """Complete a prompt. Yields as `RequestStream` does; leaving the loop early aborts the request.
-
-        Raises:
-            RequestError: it can never be served.
-            QueueFullError: not now; see `retry_after`.
-            UnavailableError, EngineError: the engine is draining, stuck or dead.
-        """
-        stream = await self.submit(prompt, params, request_id=request_id, add_special_tokens=add_special_tokens)
-        async with stream:
-            async for output in stream:
-                yield output
-
-    async def chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        **template_options: Any,
-    ) -> AsyncIterator[RequestOutput]:
-        """Answer a conversation; otherwise as `generate`."""
-        stream = await self.submit_chat(messages, params, request_id=request_id, **template_options)
-        async with stream:
-            async for output in stream:
-                yield output
-
-    async def submit(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        add_special_tokens: bool = True,
-        wake: asyncio.Event | None = None,
-    ) -> RequestStream:
-        """Queue a prompt and return its stream, once the engine has taken it. The caller closes the stream.
-
-        Args:
-            wake: set whenever the stream has something new, so that one task can wait for several; by default one of its own.
-
-        Raises as `generate` does.
-        """
-        arrival_ns = time.monotonic_ns()
-        self._check_open()
-        if not isinstance(prompt, str):
-            return await self._submit(None, prompt, params, request_id, wake, arrival_ns)
-        encode = functools.partial(
-            needed(self._engine.tokenizer, "a text prompt").encode, prompt, add_special_tokens=add_special_tokens
-        )
-        ids = encode() if len(prompt) <= _SHORT_TEXT else await asyncio.to_thread(encode)
-        return await self._submit(prompt, ids, params, request_id, wake, arrival_ns)
-
-    async def submit_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        wake: asyncio.Event | None = None,
-        **template_options: Any,
-    ) -> RequestStream:
-        """Queue a conversation, rendered by the model's chat template (`template_options` go to it); otherwise as `submit`."""
-        arrival_ns = time.monotonic_ns()
-        self._check_open()
-        text, ids = await self.encode_chat(messages, **template_options)
-        return await self._submit(text, ids, params, request_id, wake, arrival_ns)
-
-    async def encode_chat(self, messages: Sequence[dict[str, Any]], **template_options: Any) -> tuple[str, list[int]]:
-        """A conversation as the text and the token ids of a prompt. Raises `RequestError`."""
-        tokenizer = needed(self._engine.tokenizer, "chat")
-
-        def encode() -> tuple[str, list[int]]:
-            text = tokenizer.render_chat(messages, **template_options)
-            return text, tokenizer.encode(text, add_special_tokens=False)
-
-        size = sum(len(message.get("content") or "") for message in messages)
-        return encode() if size <= _SHORT_TEXT else await asyncio.to_thread(encode)
-
     def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last output with finish reason "abort". Unknown and finished ids are ignored."""
 
@@ -255,6 +179,14 @@ class AsyncEngine:
                 self._engine.abort(request_id)
 
         self._calls.put(abort)
+
+    async def abort_group(self, group: str | None) -> int:
+        """See `EngineClient`."""
+        with self._lock:
+            found = [stream for stream in self._open if stream.group is not None and group in (None, stream.group)]
+        for stream in found:
+            self.abort(stream.request_id)
+        return len({stream.group for stream in found})
 
     async def call[T](self, function: Callable[[], T]) -> T:
         """Run `function` on the engine's thread between two steps, e.g. `lambda: engine.update_params(params)`; its result.
@@ -293,19 +225,12 @@ class AsyncEngine:
         await self.call(lambda: self._engine.update_params(params))
 
     async def snapshot(self) -> dict[str, Any]:
-        """What the engine holds between two steps, fit for `json.dumps`; see `picture_json`. Also while it drains.
-
-        Waits while the engine is stuck. Raises `EngineError` when it is gone.
-        """
+        """See `EngineClient`."""
         if self._ended.is_set():
             raise EngineError(self._death or "the engine was stopped")
         engine = self._engine
         picture = await self._call(lambda: take_picture(engine))
         return await asyncio.to_thread(lambda: picture_json(picture, read_engine(engine)))
-
-    async def metrics_text(self, labels: Mapping[str, str]) -> bytes:
-        """The engine's series in Prometheus' text form, with these labels on each. Does not wait for the engine's thread."""
-        return self._engine.metrics.text(labels)
 
     def retry_after(self) -> int:
         """Whole seconds in which a place is likely to become free, from the pace at which requests ended of late."""
@@ -314,25 +239,19 @@ class AsyncEngine:
             return 1
         return min(MAX_RETRY_AFTER, max(1, math.ceil((time.monotonic() - times[0]) / len(times))))
 
+    async def metrics(self, own: Sequence[CollectorRegistry]) -> bytes:
+        """See `EngineClient`."""
+        return b"".join(map(generate_latest, (*own, self._state))) + self._engine.metrics.text(self._labels)
+
     # -- the callers' side
 
-    def _check_open(self) -> None:
-        health = self.health
-        if health.state == "dead":
-            raise EngineError(health.reason)
-        if not health.ready:
-            raise UnavailableError(f"{health.reason}: try again later, or elsewhere")
+    async def submit_ids(self, ids: Sequence[int], params: SamplingParams, ask: Ask) -> RequestStream:
+        """`submit` for a caller who has tokenised the prompt and made the `Ask` itself."""
+        self._check_open()
+        return await self._submit(None, ids, params, ask)
 
-    async def _submit(
-        self,
-        text: str | None,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        request_id: str | None,
-        wake: asyncio.Event | None,
-        arrival_ns: int,
-    ) -> RequestStream:
-        stream = RequestStream(request_id or f"async-{next(self._ids)}", text, prompt, params, wake, self._close, arrival_ns)
+    async def _submit(self, text: str | None, ids: Sequence[int], params: SamplingParams, ask: Ask) -> RequestStream:
+        stream = RequestStream(ask.request_id or f"async-{next(self._ids)}", text, ids, params, ask, self._close)
         self.start()
         with self._lock:
             self._open[stream] = None
@@ -396,12 +315,7 @@ class AsyncEngine:
         try:
             if stream.request_id in self._streams:  # also one that was aborted, until its last output has been handed out
                 raise RequestError(f"request id {stream.request_id!r} is in use by an unfinished request", "request_id")
-            if self._choices + stream.params.n > self._capacity:
-                self._engine.metrics.refused("default")
-                raise QueueFullError(
-                    f"the queue is full: {self._choices} choices run or wait, at most {self._capacity} may; try again later",
-                    "default",
-                )
+            self._check_room(stream.params.n)
             self._engine.add_request(stream.prompt_ids, stream.params, request_id=stream.request_id, arrival_ns=stream.arrival_ns)
         except Exception as error:
             if not isinstance(error, LlmjaxError):
@@ -412,6 +326,15 @@ class AsyncEngine:
         self._choices += stream.params.n
         if not self._post(stream.loop, stream.accept):
             self._drop(stream)
+
+    def _check_room(self, choices: int) -> None:
+        if choices > self._capacity:
+            raise RequestError(f"n is {choices}, and at most {self._capacity} choices may run and wait: ask for fewer", "n")
+        if self._choices + choices > self._capacity:
+            self._engine.metrics.refused(ANY_LANE)
+            raise QueueFullError(
+                f"the queue is full: {self._choices} choices run or wait, at most {self._capacity} may; try again later", ANY_LANE
+            )
 
     def _drop(self, stream: RequestStream) -> None:
         """Nobody reads it any more. Its place is free, its id when its last output is out."""

@@ -121,11 +121,13 @@ class Engine:
         arrival_ns: int | None = None,
     ) -> str:
         """Queue a prompt (text, or token ids). Of two that wait in one lane, the one with the lower `priority` goes first.
-        Its times count from `arrival_ns` (of `time.monotonic_ns`), by default from now.
+
+        `arrival_ns` is when it came, by `time.monotonic_ns`; None is now. Times and a lane's timeout count from there.
 
         Returns its id. Raises `RequestError` when it can never be served, `QueueFullError` when its lane is full.
         """
-        arrival_ns = time.monotonic_ns() if arrival_ns is None else arrival_ns
+        now_ns = time.monotonic_ns()
+        arrival_ns = now_ns if arrival_ns is None else min(arrival_ns, now_ns)
         if isinstance(prompt, str):
             ids = needed(self.tokenizer, "a text prompt").encode(prompt, add_special_tokens=add_special_tokens)
             return self._add(ids, params, request_id, prompt, priority, arrival_ns)

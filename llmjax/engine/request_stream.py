@@ -30,6 +30,23 @@ class Part:
         self.last = later.last
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What a request is besides its prompt.
+
+    Attributes:
+        request_id: the engine's; None for a fresh one.
+        group: requests of one group are aborted together (`EngineClient.abort_group`).
+        arrival_ns: when it came, by `time.monotonic_ns`, which the processes of a host share.
+        wake: set whenever the stream has something new; None for an event of its own.
+    """
+
+    request_id: str | None
+    group: str | None
+    arrival_ns: int
+    wake: asyncio.Event | None
+
+
 class OnClose(Protocol):
     """What to do when a stream is closed; `ended` says whether its request had ended."""
 
@@ -46,7 +63,8 @@ class RequestStream:
 
     Attributes:
         request_id: the engine's.
-        prompt_ids, params: what was asked for. arrival_ns: when, on the monotonic clock.
+        prompt, prompt_ids, params: what was asked for; `prompt` is the text, where there was one.
+        group, arrival_ns: see `Ask`.
         loop: the event loop of its reader.
         accepted: done once the engine has taken the request, or refused it with an error.
         closed: nobody reads on.
@@ -58,19 +76,19 @@ class RequestStream:
         prompt: str | None,
         prompt_ids: Sequence[int],
         params: SamplingParams,
-        wake: asyncio.Event | None,
+        ask: Ask,
         on_close: OnClose,
-        arrival_ns: int,
     ) -> None:
         self.request_id = request_id
+        self.prompt = prompt
         self.prompt_ids = prompt_ids
         self.params = params
-        self.arrival_ns = arrival_ns
+        self.group = ask.group
+        self.arrival_ns = ask.arrival_ns
         self.loop = asyncio.get_running_loop()
         self.accepted: asyncio.Future[None] = self.loop.create_future()
         self.closed = False
-        self._prompt = prompt
-        self._wake = wake or asyncio.Event()
+        self._wake = ask.wake or asyncio.Event()
         self._on_close: Callable[..., None] = on_close
         self._scored = False  # the engine thread's: prompt logprobs have been given out
         self._waiting: Part | None = None
@@ -96,7 +114,7 @@ class RequestStream:
             scores = list(scored)
         elif not output.finished and not any(choice.token_ids or choice.finish_reason for choice in choices):
             return None
-        return Part(dataclasses.replace(output, prompt=self._prompt, outputs=[], prompt_logprobs=scores), choices)
+        return Part(dataclasses.replace(output, prompt=self.prompt, outputs=[], prompt_logprobs=scores), choices)
 
     # -- on the stream's loop
 
@@ -123,20 +141,29 @@ class RequestStream:
             self._error = error
         self._wake.set()
 
-    def take(self) -> RequestOutput | None:
-        """What is new, without waiting; None when nothing is. Raises the error that ended the request, after its last output."""
+    def take_part(self) -> Part | None:
+        """What is new, without waiting; None when nothing is. Raises the error that ended the request, after its last part.
+
+        For a reader that passes it on; one stream is read either by `take` or by this.
+        """
         part, self._waiting = self._waiting, None
         if part is None:
             if self._error is not None and not self.closed:
                 self._close(ended=True)
                 raise self._error
+        elif part.last.finished:
+            self._finished = True
+            self._close(ended=True)
+        return part
+
+    def take(self) -> RequestOutput | None:
+        """`take_part`, as an output that holds everything so far."""
+        part = self.take_part()
+        if part is None:
             return None
         old = self._choices or [_empty(choice) for choice in part.choices]
         self._choices = [_joined(before, new) for before, new in zip(old, part.choices, strict=True)]
         self._prompt_logprobs = self._prompt_logprobs or part.last.prompt_logprobs
-        if part.last.finished:
-            self._finished = True
-            self._close(ended=True)
         return dataclasses.replace(
             part.last,
             outputs=self._choices,

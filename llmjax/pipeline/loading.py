@@ -237,11 +237,26 @@ def _check_stages(tree: Node) -> tuple[list[Stage], list[Problem]]:
         stages.append(stage)
         if config is not None and not item.off:
             together.setdefault(item.kind.name, []).append(stage)
+    problems += _not_last(declared)
     for group in together.values():
         for name, path, message in group[0].kind.check_together([(s.name, s.config) for s in group]):
             spot = next(s.node for s in group if s.name == name).at(path)
             problems.append(Problem(spot.origin, ("stages", name, *path), message))
     return stages, problems
+
+
+def _not_last(declared: Sequence[Declared]) -> list[Problem]:
+    """A server that no later stage uses would hold up those that follow until it is stopped."""
+    on = [item for item in declared if item.kind is not None and not item.off]
+    problems = []
+    for index, item in enumerate(on):
+        later = on[index + 1 :]
+        used = any(item.name in (*other.inputs.values(), *other.needs) for other in later)
+        if item.kind is not None and item.kind.stays and later and not used:
+            other = later[0].name
+            text = f"it stays until it is stopped, and '{other}' would wait for that: put it last, or let '{other}' need it"
+            problems.append(Problem(item.node.key, ("stages", item.name), f"{text} (needs: [{item.name}])"))
+    return problems
 
 
 def _kind_of(name: str, node: Node) -> tuple[StageKind[Any] | None, list[Problem]]:

@@ -21,7 +21,7 @@ from llmjax.pipeline.loading import Pipeline, Stage
 from llmjax.pipeline.lock import LockedStage, lock_path, read_lock, write_lock
 from llmjax.pipeline.planning import Plan, StagePlan, frozen_problems, make_plan
 from llmjax.pipeline.report import MaskingReporter, Reporter, SilentReporter, StageEvent
-from llmjax.pipeline.stages import Missed, Rejection, StageContext
+from llmjax.pipeline.stages import Front, Missed, Rejection, StageContext
 from llmjax.pipeline.store import Store
 from llmjax.pipeline.tree import ConfigErrors
 from llmjax.telemetry.trace import TraceWriter
@@ -80,6 +80,7 @@ def run(
     frozen: bool = False,
     reporter: Reporter | None = None,
     trace: TraceWriter | None = None,
+    front: Front | None = None,
 ) -> RunResult:
     """Runs a pipeline.
 
@@ -90,6 +91,7 @@ def run(
         frozen: fail when a key differs from the lock's.
         reporter: told everything that happens.
         trace: written to by the stages; the caller closes it.
+        front: what a last `serve` stage answers through; by default it serves from this process.
 
     Stages that fail do not raise: later ones that need them are blocked, the others go on, and the result has the exit code.
     Raises `ConfigErrors` before anything starts.
@@ -101,18 +103,19 @@ def run(
     plan = make_plan(pipeline, digests, force=force, until=until)
     if frozen and (problems := frozen_problems(plan)):
         raise ConfigErrors(problems)
-    return _Run(plan, digests, MaskingReporter(reporter or SilentReporter(), pipeline.mask), trace).all()
+    return _Run(plan, digests, MaskingReporter(reporter or SilentReporter(), pipeline.mask), trace, front).all()
 
 
 class _Run:
     """The state of one run."""
 
-    def __init__(self, plan: Plan, digests: Digests, reporter: Reporter, trace: TraceWriter | None) -> None:
+    def __init__(self, plan: Plan, digests: Digests, reporter: Reporter, trace: TraceWriter | None, front: Front | None) -> None:
         self.plan = plan
         self.pipeline = plan.pipeline
         self.digests = digests
         self.reporter = reporter
         self.trace = trace
+        self.front = front
         self._process = None if trace is None else trace.process(plan.pipeline.name)
         self.store = Store(self.pipeline.artifacts / "store")
         self.results: dict[str, StageResult] = {}
@@ -226,6 +229,7 @@ class _Run:
             key=str(planned.key),
             trace=self.trace,
             folder=folder,
+            front=self.front if stage.name not in self._last_use else None,
         )
 
     def _value(self, name: str) -> Any:

@@ -95,7 +95,7 @@ class Lanes:
             lane.waits_since = max(lane.waits_since, request.arrival_time)
         lane.waiting.add(request)
         if lane.config.timeout is not None:
-            lane.by_age.append(request)
+            lane.add_by_age(request)
 
     def push_front(self, request: Request, now: float) -> None:
         """A preempted request waits again, at its old place. It was paid for, and is let in for nothing."""
@@ -234,9 +234,16 @@ class _Lane:
     def __init__(self, config: LaneConfig) -> None:
         self.config = config
         self.waiting = _Ordered()
-        self.by_age: deque[Request] = deque()  # of those with a timeout; requests that wait no more are dropped at the front
+        self.by_age: deque[Request] = deque()  # by arrival, with a timeout; those that wait no more are dropped at the front
         self.deficit = 0  # tokens it may let in
         self.waits_since = 0.0  # since when its head could have been let in: its arrival, or the last time one was
+
+    def add_by_age(self, request: Request) -> None:
+        """Nearly always at the end: prompts that take longer to tokenise come a little later than those that arrived after."""
+        place = len(self.by_age)
+        while place and self.by_age[place - 1].arrival_time > request.arrival_time:
+            place -= 1
+        self.by_age.insert(place, request)
 
 
 class _Ordered:

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from llmjax.engine.async_engine import AsyncEngine
+from llmjax.engine.engine_client import EngineClient
 from llmjax.errors import LlmjaxError, RequestError
 from llmjax.server.config import ServerConfig
 from llmjax.server.exchange import read_body
@@ -37,13 +37,13 @@ from llmjax.server.service import Service, read_object
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(engine: AsyncEngine, config: ServerConfig, *, registries: Sequence[CollectorRegistry] = ()) -> Starlette:
+def create_app(engine: EngineClient, config: ServerConfig, *, registries: Sequence[CollectorRegistry] = ()) -> Starlette:
     """The app.
 
     Args:
         engine: several apps may share one.
         config: names, keys, limits.
-        registries: Prometheus registries that `/metrics` shows besides those of the server and its engine.
+        registries: further Prometheus registries that `/metrics` shows beside the engine's and the server's own.
     """
     service = Service(engine, config)
     routes = [
@@ -139,8 +139,7 @@ class _Routes:
 
     async def _livez(self, request: Request) -> Response:
         health = self._service.engine.health
-        gone = health.state in ("dead", "stopped")
-        return JSONResponse({"status": health.state, "reason": health.reason}, 503 if gone else 200)
+        return JSONResponse({"status": health.state, "reason": health.reason}, 503 if health.gone else 200)
 
     async def _readyz(self, request: Request) -> Response:
         health = self._service.engine.health
@@ -148,8 +147,7 @@ class _Routes:
         return JSONResponse({"status": health.state, "reason": health.reason}, 200 if health.ready else 503, headers)
 
     async def _metrics(self, request: Request) -> Response:
-        text = b"".join(generate_latest(registry) for registry in self._registries)
-        text += await self._service.engine.metrics_text({"model_name": self._service.config.served_names[0]})
+        text = await self._service.engine.metrics(self._registries)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _version(self, request: Request) -> Response:
@@ -193,7 +191,7 @@ class _Routes:
         return JSONResponse({"prompt": await asyncio.to_thread(self._tokenizer().decode, ids, skip_special_tokens=False)})
 
     def _tokenizer(self) -> Any:
-        tokenizer = self._service.engine.engine.tokenizer
+        tokenizer = self._service.engine.tokenizer
         if tokenizer is None:
             raise RequestError("this model has no tokenizer: it takes and gives token ids only")
         return tokenizer
@@ -203,7 +201,7 @@ class _Routes:
     async def _abort(self, request: Request) -> Response:
         body = await self._body(request, {"model": str, "request_id": str, "abort_all": bool})
         if "request_id" in body:
-            return JSONResponse({"aborted": int(self._service.abort(body["request_id"]))})
+            return JSONResponse({"aborted": await self._service.abort(body["request_id"])})
         if body.get("abort_all"):
-            return JSONResponse({"aborted": self._service.abort_all()})
+            return JSONResponse({"aborted": await self._service.engine.abort_group(None)})
         raise RequestError("give request_id (the id of an answer, or the x-request-id sent with it), or abort_all", "request_id")

@@ -8,16 +8,18 @@ they are aborted at once, be they queued, in their prefill or decoding.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.request_stream import RequestStream
-from llmjax.errors import LlmjaxError, QueueTimeoutError
+from llmjax.errors import LlmjaxError, QueueTimeoutError, RequestError
 from llmjax.server.exchange import EventSender, SlowReaderError, read_body, while_connected
 from llmjax.server.http_errors import HttpError, error_object, error_response
 from llmjax.server.protocol import ApiRequest, Endpoint
@@ -42,9 +44,10 @@ class Generation:
         except HttpError as error:
             await error_response(error, 0)(scope, receive, send)
             return
-        await while_connected(receive, self._answer(data, scope, receive, send))
+        # A request is there when its last byte is: how slowly it was sent is not the queue's time.
+        await while_connected(receive, self._answer(data, time.monotonic_ns(), scope, receive, send))
 
-    async def _answer(self, data: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, data: bytes, arrival_ns: int, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         events: EventSender | None = None
         try:
@@ -56,7 +59,7 @@ class Generation:
             response_id = scope["state"]["request_id"]
             wake = asyncio.Event()
             with service.answering(response_id, max(1, len(request.prompts))) as ids:
-                streams = await self._submit(request, ids, wake)
+                streams = await self._submit(request, ids, group=response_id, arrival_ns=arrival_ns, wake=wake)
                 try:
                     if events is not None:
                         await self._stream(request, streams, wake, events, response_id, model)
@@ -84,22 +87,26 @@ class Generation:
             if events is not None and events.started:
                 if not isinstance(error, LlmjaxError):
                     log.error("a stream failed", exc_info=error)
-                await events.send(error_event(error_object(error)), last=True)
+                with contextlib.suppress(SlowReaderError):  # it has its error, or takes nothing at all
+                    await events.send(error_event(error_object(error)), last=True)
                 return
             response = error_response(error, service.engine.retry_after())
         await response(scope, receive, send)
 
-    async def _submit(self, request: ApiRequest, ids: Sequence[str], wake: asyncio.Event) -> list[RequestStream]:
-        """A stream for each prompt; either all of them are taken or none is."""
-        engine = self._service.engine
+    async def _submit(self, request: ApiRequest, ids: Sequence[str], **common: Any) -> list[RequestStream]:
+        """A stream for each prompt; either all of them are taken or none is. `common` are `submit`'s for every one of them."""
+        engine, params = self._service.engine, request.params
         if request.endpoint == "chat":
-            options = request.template_options
-            return [await engine.submit_chat(request.messages, request.params, request_id=ids[0], wake=wake, **options)]
-        special = request.add_special_tokens
-        tasks = [
-            asyncio.ensure_future(
-                engine.submit(prompt, request.params, request_id=request_id, add_special_tokens=special, wake=wake)
+            return [await engine.submit_chat(request.messages, params, request_id=ids[0], **common, **request.template_options)]
+        if len(ids) > 1 and len(ids) * params.n > engine.capacity:
+            raise RequestError(
+                f"{len(ids)} prompts of {params.n} choices each are asked for, and at most {engine.capacity} choices may run and "
+                f"wait: send fewer at once",
+                "prompt",
             )
+        common["add_special_tokens"] = request.add_special_tokens
+        tasks = [
+            asyncio.ensure_future(engine.submit(prompt, params, request_id=request_id, **common))
             for prompt, request_id in zip(request.prompts, ids, strict=True)
         ]
         try:

@@ -1,4 +1,4 @@
-"""`HttpServer`: an app on a port, run by uvicorn on a thread of its own; and how it ends.
+"""Listening, and uvicorn as it is set up here; and `HttpServer`: an app and its engine in one process, with uvicorn on a thread.
 
 The end, at SIGTERM or Ctrl-C: `/readyz` says 503 and new work is refused, while streams go on. Those that run at the deadline
 end with an error event. Then connections are closed and the engine's thread ends. A second signal does not wait.
@@ -13,9 +13,10 @@ import socket
 import threading
 import time
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmjax.engine.async_engine import AsyncEngine
 from llmjax.errors import LlmjaxError
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _CLOSING = 5  # seconds for answers that have ended to reach their clients
 _STARTING = 30.0
+_BACKLOG = 2048
 
 
 class HttpServer:
@@ -44,14 +46,9 @@ class HttpServer:
     def __init__(self, app: Any, engine: AsyncEngine, *, host: str, port: int, drain: float) -> None:
         self._engine = engine
         self._drain = drain
-        self._socket = _listen(host, port)
-        port = self._socket.getsockname()[1]
-        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        self.url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
-        config = uvicorn.Config(
-            app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=_CLOSING, lifespan="on"
-        )
-        self._server = uvicorn.Server(config)
+        self._socket = listen(host, port)
+        self.url = url_of(self._socket)
+        self._server = uvicorn.Server(server_config(app))
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="llmjax-http", daemon=True)
         self._signals = 0
@@ -105,9 +102,63 @@ class HttpServer:
             log.error("the server has died", exc_info=error)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises `LlmjaxError` when that is not possible."""
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048)
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG)
     except OSError as error:
         reason = error.strerror or str(error)
         raise LlmjaxError(f"cannot listen on {host} port {port}: {reason}; choose another host or port") from None
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a listening socket can be reached from this machine."""
+    host, port = listener.getsockname()[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+
+
+def server_config(app: Any) -> uvicorn.Config:
+    """Uvicorn's settings for an app, which starts and stops nothing itself (no lifespan)."""
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=_CLOSING,
+        lifespan="off",
+        http=_Protocol,
+    )
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Of an answer that is broken off because its client took nothing, uvicorn says that the app has a bug."""
+    return not record.getMessage().startswith("ASGI callable returned without completing response")
+
+
+class _Protocol(H11Protocol):
+    """A connection that is closed while its client takes nothing does not stay open until it does."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio."""
+        super().connection_made(cast("asyncio.Transport", _Transport(transport, self.loop)))
+
+
+class _Transport:
+    """A transport whose `close` waits for the peer for a bounded time."""
+
+    def __init__(self, inner: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._inner = inner
+        self._loop = loop
+        self.write = inner.write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def close(self) -> None:
+        """Send what is buffered, for a while; then leave it."""
+        self._inner.close()
+        if self._inner.get_write_buffer_size():
+            self._loop.call_later(_CLOSING, self._inner.abort)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import re
 import time
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from llmjax.engine.async_engine import AsyncEngine
+from llmjax.engine.engine_client import EngineClient
 from llmjax.errors import RequestError
 from llmjax.server.config import ServerConfig
 from llmjax.server.http_errors import HttpError
@@ -25,18 +26,18 @@ _WARNED_FIELDS = 20
 class Service:
     """One engine, served under one or more names."""
 
-    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
+    def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
         self.engine = engine
         self.config = config
         self.created = int(time.time())
-        self.metrics = ServerMetrics(engine, config.served_names[0])
-        self._active: dict[str, list[str]] = {}  # answer's id -> the engine's ids of its requests
+        self.metrics = ServerMetrics(config.served_names[0])
+        self._active: collections.Counter[str] = collections.Counter()  # ids of answers under way
         self._numbers = itertools.count()
 
     @property
     def max_context(self) -> int:
         """Tokens of prompt and output together."""
-        return int(self.engine.engine.config.max_context or 0)
+        return self.engine.max_context
 
     def model(self, asked: str | None) -> str:
         """The name to answer with. Raises `HttpError` (404) for one that is not served."""
@@ -70,7 +71,7 @@ class Service:
 
     def decode(self, ids: list[int]) -> str:
         """The text of a prompt that was given as ids."""
-        tokenizer = self.engine.engine.tokenizer
+        tokenizer = self.engine.tokenizer
         return "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)
 
     # -- answers under way
@@ -83,35 +84,25 @@ class Service:
 
     @contextmanager
     def answering(self, response_id: str, count: int) -> Iterator[list[str]]:
-        """Ids for the `count` engine requests of an answer, which can be aborted meanwhile.
+        """Ids for the `count` engine requests of an answer, which is under way meanwhile.
 
         They are unique even if two clients chose one id at the same moment.
         """
-        ids = [f"{response_id}-{next(self._numbers)}" for _ in range(count)]
-        active = self._active.setdefault(response_id, [])
-        active += ids
+        self._active[response_id] += 1
         try:
-            yield ids
+            yield [f"{response_id}-{next(self._numbers)}" for _ in range(count)]
         finally:
-            for one in ids:
-                active.remove(one)
-            if not active:
-                self._active.pop(response_id, None)
+            self._active[response_id] -= 1
+            if not self._active[response_id]:
+                del self._active[response_id]
 
-    def abort(self, response_id: str) -> bool:
-        """End an answer by its id, with or without its prefix; its client gets what there is, with finish reason "abort"."""
+    async def abort(self, response_id: str) -> int:
+        """End an answer by its id, with or without its prefix; its client gets what there is, with finish reason "abort".
+
+        Returns how many there were of that id, in all workers.
+        """
         plain = response_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
-        ids = self._active.get(plain) or self._active.get(response_id)
-        for request_id in ids or ():
-            self.engine.abort(request_id)
-        return ids is not None
-
-    def abort_all(self) -> int:
-        """End every answer under way; how many there were."""
-        names = list(self._active)
-        for name in names:
-            self.abort(name)
-        return len(names)
+        return await self.engine.abort_group(plain) or (await self.engine.abort_group(response_id) if plain != response_id else 0)
 
 
 def read_object(data: bytes, fields: Mapping[str, Any]) -> dict[str, Any]:

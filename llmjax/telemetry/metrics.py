@@ -21,6 +21,7 @@ from llmjax.telemetry.reading import EngineReading
 from llmjax.telemetry.timings import SEGMENTS, Timings
 
 PREFIX = "llmjax:"
+ANY_LANE = "any"  # of a request that was refused before it was known which lane it would wait in
 
 _OF_SECONDS = {
     "time_to_first_token_seconds": "From arrival to the first token on the host, told when it is there.",
@@ -60,7 +61,7 @@ class EngineMetrics(Collector):
         self._sizes: dict[str, dict[str, Histogram]] = {name: {} for name in _OF_SIZES}
         self._segments: dict[tuple[str, str], Histogram] = {}
         self._finished: dict[tuple[str, str], int] = {}
-        self._refused: dict[str, int] = {}
+        self._refused: dict[str, int] = {ANY_LANE: 0}
         self._read: Callable[[], EngineReading] | None = None
         self.between_tokens = Histogram(SECONDS)
         self._iterations = Histogram(SIZES)
@@ -126,8 +127,8 @@ class EngineMetrics(Collector):
         self._finished[lane, reason] = self._finished.get((lane, reason), 0) + 1
 
     def refused(self, lane: str) -> None:
-        """Count a request that found its lane full, or the queue as a whole ("default")."""
-        self._refused[lane] = self._refused.get(lane, 0) + 1
+        """Count a request that found its lane full, or the queue (`ANY_LANE`)."""
+        self._refused[lane] += 1
 
     # -- whoever looks
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from llmjax.telemetry.metrics import EngineMetrics
+from llmjax.telemetry.metrics import ANY_LANE, EngineMetrics
 from llmjax.telemetry.reading import EngineReading
 from llmjax.telemetry.timings import SEGMENTS, RequestTimeline, Timings
 
@@ -50,7 +50,7 @@ def test_b31_every_series_counts_every_finished_request() -> None:
     without = timings(row_ns=None, first_token_ns=None, last_token_ns=None, output_tokens=0)
     finish(metrics, "long", "abort", without, max_tokens=None)
     metrics.refused("long")
-    metrics.refused("default")
+    metrics.refused(ANY_LANE)
     ends = [
         sample.value
         for family in metrics.registry.collect()
@@ -67,7 +67,7 @@ def test_b31_every_series_counts_every_finished_request() -> None:
     assert value(metrics, "request_success_total", lane="short", finished_reason="abort") == 2
     assert value(metrics, "request_prompt_tokens_sum", lane="short") == 54
     assert value(metrics, "request_queue_time_seconds_sum", lane="long") == pytest.approx(0.002)
-    assert [value(metrics, "queue_full_total", lane=lane) for lane in ("short", "long", "default")] == [0, 1, 1]
+    assert [value(metrics, "queue_full_total", lane=lane) for lane in ("short", "long", ANY_LANE)] == [0, 1, 1]
     seconds = [value(metrics, "request_segment_seconds_sum", lane="short", segment=name) for name in SEGMENTS]
     assert sum(seconds) == pytest.approx(value(metrics, "e2e_request_latency_seconds_sum", lane="short"))
 

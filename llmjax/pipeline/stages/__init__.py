@@ -12,12 +12,13 @@ import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from llmjax.pipeline.schema import StageSection
 from llmjax.pipeline.tree import KeyPath
 
 if TYPE_CHECKING:
+    from llmjax.engine.async_engine import AsyncEngine
     from llmjax.pipeline.digest import Digests
     from llmjax.pipeline.report import Reporter
     from llmjax.telemetry.trace import TraceWriter
@@ -52,6 +53,13 @@ class Runtime:
     memory_fraction: float | None = None
 
 
+class Front(Protocol):
+    """The HTTP side of a service, when that is other processes."""
+
+    def serve(self, engine: AsyncEngine, *, name: str, drain: float) -> Any:
+        """Answer with this engine. Returns an object with `url`, `wait` and `close`, when requests would be answered."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StageContext[C: StageSection]:
     """What a stage gets to run.
@@ -67,6 +75,7 @@ class StageContext[C: StageSection]:
         key: the stage's key.
         trace: the trace file of the run, if it has one.
         folder: for skippable kinds, the folder to write to (or, in `load`, to read from); None for others.
+        front: what a last `serve` stage answers through; None for a server in this process.
     """
 
     name: str
@@ -79,6 +88,7 @@ class StageContext[C: StageSection]:
     key: str
     trace: TraceWriter | None = None
     folder: Path | None = None
+    front: Front | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +118,7 @@ class StageKind[C: StageSection](abc.ABC):
         inputs: what it takes.
         skippable: the result is files in the store, and a stage with an unchanged key is not run again.
         live: the result is an object in memory, made only when a stage that runs needs it (or when none could).
+        stays: without a later stage that uses it, it stays until it is told to stop, so that it must be the last one.
         guards: inputs that this kind may reject (`Rejection`, `GateRejectedError`); a later stage that names such an
             input's stage itself is then blocked.
     """
@@ -119,6 +130,7 @@ class StageKind[C: StageSection](abc.ABC):
     inputs: ClassVar[tuple[StageInput, ...]] = ()
     skippable: ClassVar[bool] = False
     live: ClassVar[bool] = False
+    stays: ClassVar[bool] = False
     guards: ClassVar[tuple[str, ...]] = ()
 
     def resolve(self, config: C, runtime: Runtime) -> C:

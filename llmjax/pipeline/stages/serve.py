@@ -53,6 +53,21 @@ class ServeSection(StageSection):
     api_key_file: InputPath | None = Field(
         None, description="File of further keys, one a line; # begins a comment.", json_schema_extra={"keyed": False}
     )
+    http_workers: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Processes that speak HTTP and tokenise, beside the engine's. A server that later stages use has none: it is "
+        "in the engine's process.",
+        json_schema_extra={"keyed": False},
+    )
+    restart: int = Field(
+        0,
+        ge=0,
+        description="How often the engine's process is started again when it crashes; once more, and the service ends. Not for a "
+        "server that later stages use.",
+        json_schema_extra={"keyed": False},
+    )
     drain: Duration = Field(30.0, ge=0, description="Time that running requests get at the end, before they end with an error.")
     keep_alive: Duration = Field(
         5.0, gt=0, description="Silence after which a stream gets a comment, so that proxies do not cut it."
@@ -73,11 +88,13 @@ class ServeSection(StageSection):
 
 
 class ServeKind(StageKind[ServeSection]):
-    """Started for the stages that use it and closed after the last one; without any it waits for a signal."""
+    """Started for the stages that use it and closed after the last one. Without any it is the last and waits for a signal, and
+    the HTTP side may be processes of its own (`StageContext.front`)."""
 
     name = "serve"
     section = ServeSection
     gives = "serve"
+    stays = True
     inputs = (StageInput("engine", "engine"),)
 
     def run(self, context: StageContext[ServeSection]) -> Any:
@@ -103,23 +120,24 @@ class ServeKind(StageKind[ServeSection]):
 def start_server(llm: Any, context: StageContext[ServeSection], keys: tuple[str, ...]) -> Any:
     """The one call into the server; imported here because it is needed by no other stage."""
     from llmjax.engine.async_engine import AsyncEngine
+
+    section = context.config
+    engine = AsyncEngine(
+        llm.engine,
+        max_waiting=section.limits.waiting,
+        watchdog=section.limits.step,
+        model_name=(section.served_name or [llm.name])[0],
+    )
+    if context.front is not None:
+        return context.front.serve(engine, name=llm.name, drain=section.drain)
     from llmjax.server.app import create_app
     from llmjax.server.config import ServerConfig
     from llmjax.server.http_server import HttpServer
 
-    section = context.config
-    config = ServerConfig(
-        served_names=tuple(section.served_name) or (llm.name,),
-        api_keys=keys,
-        strict=section.strict,
-        max_body_bytes=section.limits.body,
-        keep_alive=section.keep_alive,
-        send_timeout=section.limits.send,
-        cors_origins=tuple(section.cors_origins),
-    )
-    engine = AsyncEngine(llm.engine, max_waiting=section.limits.waiting, watchdog=section.limits.step)
+    options = server_options(section, keys)
+    options["served_names"] = options["served_names"] or (llm.name,)
     server = HttpServer(
-        create_app(engine, config),
+        create_app(engine, ServerConfig(**options)),
         engine,
         host=section.host,
         port=section.port,
@@ -127,6 +145,19 @@ def start_server(llm: Any, context: StageContext[ServeSection], keys: tuple[str,
     )
     server.start()
     return server
+
+
+def server_options(section: ServeSection, keys: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of a `ServerConfig`; without names of its own the model's is to be filled in."""
+    return {
+        "served_names": tuple(section.served_name),
+        "api_keys": keys,
+        "strict": section.strict,
+        "max_body_bytes": section.limits.body,
+        "keep_alive": section.keep_alive,
+        "send_timeout": section.limits.send,
+        "cors_origins": tuple(section.cors_origins),
+    }
 
 
 def read_keys(section: ServeSection) -> tuple[str, ...]:

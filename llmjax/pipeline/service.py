@@ -1,0 +1,50 @@
+"""A pipeline whose last stage is `serve`, as processes: one runs the pipeline and has the engine, others speak HTTP.
+
+What can be known before the model is loaded is checked here: the keys, the settings, and whether the port is free.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmjax.pipeline.loading import Pipeline, Stage
+from llmjax.pipeline.stages.serve import ServeSection, read_keys, server_options
+
+
+def final_server(pipeline: Pipeline, until: str | None = None) -> Stage | None:
+    """The `serve` stage that a run of the pipeline ends with, if it ends with one."""
+    names = [stage.name for stage in pipeline.stages]
+    considered = pipeline.stages if until is None or until not in names else pipeline.stages[: names.index(until) + 1]
+    on = [stage for stage in considered if stage.when != "never"]
+    return on[-1] if on and isinstance(on[-1].config, ServeSection) else None
+
+
+def run_service(pipeline: Pipeline, stage: Stage, *, engine_module: str, engine_job: dict[str, Any]) -> int:
+    """Run the processes until a signal, or until the service ends by itself. The pipeline's exit code.
+
+    Args:
+        stage: from `final_server`.
+        engine_module: see `Program`; its process runs the pipeline.
+        engine_job: its job; gets the server's address as "url".
+
+    Raises:
+        ConfigError: the keys or the settings are wrong.
+        LlmjaxError: the port is taken, or a process was killed.
+    """
+    from llmjax.server.config import ServerConfig
+    from llmjax.server.http_server import listen, url_of
+    from llmjax.server.supervisor import Program, Supervisor
+    from llmjax.server.worker import WorkerJob
+
+    section = stage.config
+    assert isinstance(section, ServeSection)
+    options = server_options(section, read_keys(section))
+    ServerConfig(**options | {"served_names": options["served_names"] or (stage.name,)})  # wrong settings are told now
+    listener = listen(section.host, section.port)
+    return Supervisor(
+        listener,
+        engine=Program(engine_module, engine_job | {"url": url_of(listener)}),
+        worker=Program("llmjax.server.worker", WorkerJob(options, pipeline.runtime.log)),
+        workers=section.http_workers,
+        restart=section.restart,
+    ).run()

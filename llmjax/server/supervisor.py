@@ -1,0 +1,247 @@
+"""`Supervisor`: the parent of a service's processes: one with the engine, and workers that speak HTTP.
+
+Holds the listening socket, passes signals on, and decides what becomes of the service when a process ends:
+
+- a worker: another one is started; the engine has seen its socket close and aborted its requests;
+- the engine: its streams have ended with errors; it is started again as often as it may be, or the service ends;
+- the supervisor: the others see their control socket close, and end.
+
+Processes are plain interpreters. They are joined by socket pairs, so that no file is left behind, whatever ends. Knows neither
+engines nor HTTP, and must stay small: it is what has to survive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any
+
+from llmjax.engine.engine_client import Health
+from llmjax.errors import LlmjaxError
+from llmjax.server.control import Control
+
+log = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+GRACE = 5  # seconds for answers that have ended to reach their clients
+_MOST_FAILED_STARTS = 5  # workers in a row that ended before they came up
+_CODE = "import sys; sys.path[:] = {path!r}; from {module} import main; main({handle})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a process runs: `main(handle)` of a module, with a file descriptor for a `Control`. Its first message is `job`."""
+
+    module: str
+    job: Any
+
+
+class Supervisor:
+    """Runs a service on the main thread.
+
+    Args:
+        listener: the workers' socket; closed at the end.
+        engine, worker: what the processes run; a worker gets the listener with its job.
+        workers: how many.
+        restart: how often the engine's process is started again when it crashes.
+    """
+
+    def __init__(self, listener: socket.socket, *, engine: Program, worker: Program, workers: int = 1, restart: int = 0) -> None:
+        self._listener = listener
+        self._engine_program = engine
+        self._worker_program = worker
+        self._num_workers = workers
+        self._restart = restart
+        self._engine: _Child | None = None
+        self._workers: set[_Child] = set()
+        self._stops = 0
+        self._stopping = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._expected = Health("starting", "the engine is starting")
+
+    def run(self) -> int:
+        """Until a signal, or the engine's process ends for good. Its exit code.
+
+        Raises `LlmjaxError` when the engine's process was killed, or workers cannot be started.
+        """
+        return asyncio.run(self._run())
+
+    async def _run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        engine = asyncio.create_task(self._keep_engine())
+        failure: asyncio.Future[int] = loop.create_future()
+        workers = [asyncio.create_task(self._keep_worker(failure)) for _ in range(self._num_workers)]
+        try:
+            done, _ = await asyncio.wait((engine, failure), return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            failure.cancel()
+            self._listener.close()
+            await self._end(engine, workers)
+
+    async def _end(self, engine: asyncio.Task[int], workers: list[asyncio.Task[None]]) -> None:
+        """Whatever still runs. Workers have time for their last answers."""
+        tasks: list[asyncio.Task[Any]] = [engine, *workers]
+        self._closing.set()
+        engine.cancel()
+        for worker in list(self._workers):
+            worker.control.send("stop", GRACE if self._stops < 2 else 1)
+        await asyncio.wait(tasks, timeout=GRACE + 3.0)
+        for task in tasks:
+            task.cancel()
+        for child in list(self._workers):
+            child.kill()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _on_signal(self) -> None:
+        self._stops += 1
+        self._stopping.set()
+        if self._engine is None:
+            return
+        self._engine.control.send("stop")
+        if self._stops == 2:
+            asyncio.get_running_loop().call_later(GRACE + 3.0, self._engine.kill)
+        elif self._stops > 2:
+            self._engine.kill()
+
+    # -- the engine
+
+    async def _keep_engine(self) -> int:
+        for failures in range(self._restart + 1):
+            code, was_ready = await self._run_engine()
+            if self._stopping.is_set():
+                return code if code >= 0 else INTERRUPTED
+            if code == 0 or (code > 0 and failures == 0 and not was_ready):
+                return code  # it is done, or could not begin and has said why
+            why = f"the engine's process {_ending(code)}"
+            if failures == self._restart:
+                break
+            delay = min(30.0, 0.5 * 2**failures)
+            log.warning("%s; it is started again in %g s (%d of %d)", why, delay, failures + 1, self._restart)
+            self._expect(Health("starting", f"{why} and is being started again"))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+            if self._stopping.is_set():
+                return 0
+        self._expect(Health("dead", why))
+        hint = "it was started again as often as serve.restart allows" if self._restart else "serve.restart would start it again"
+        if code > 0:
+            log.error("%s; %s", why, hint)
+            return code
+        raise LlmjaxError(f"{why}; {hint}")
+
+    async def _run_engine(self) -> tuple[int, bool]:
+        """One life of the engine's process: how it ended, and whether it ever served."""
+        async with _child(self._engine_program) as child:
+            self._engine = child
+            for worker in self._workers:
+                self._join(worker)
+            try:
+                return await child.ended(), child.up
+            finally:
+                self._engine = None
+
+    def _join(self, worker: _Child) -> None:
+        if self._engine is None:
+            worker.control.send("expect", self._expected)
+            return
+        one, other = socket.socketpair()
+        with one, other:
+            worker.control.send("engine", self._engine.up, sockets=[one])
+            self._engine.control.send("worker", sockets=[other])
+
+    def _expect(self, health: Health) -> None:
+        self._expected = health
+        for worker in self._workers:
+            worker.control.send("expect", health)
+
+    # -- workers
+
+    async def _keep_worker(self, failure: asyncio.Future[int]) -> None:
+        failed = 0
+        while not self._closing.is_set():
+            async with _child(self._worker_program, [self._listener]) as child:
+                self._workers.add(child)
+                self._join(child)
+                try:
+                    code = await child.ended()
+                finally:
+                    self._workers.remove(child)
+            if self._closing.is_set():
+                return
+            failed = 0 if child.up else failed + 1
+            why = f"an HTTP worker {_ending(code)}"
+            if failed == _MOST_FAILED_STARTS:
+                if not failure.done():
+                    failure.set_exception(LlmjaxError(f"{why} before it served anything, {failed} times in a row: see the log"))
+                return
+            log.warning("%s; another one is started", why)
+            await asyncio.sleep(0.05 * 2**failed)
+
+
+class _Child:
+    """A process and the socket to it. `up` once it has said "ready" or "up"."""
+
+    def __init__(self, process: asyncio.subprocess.Process, control: Control) -> None:
+        self.control = control
+        self.up = False
+        self._process = process
+
+    async def ended(self) -> int:
+        """Its exit code; negative is the signal that killed it."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self.control.fileno(), self._hear)
+        try:
+            return await self._process.wait()
+        finally:
+            loop.remove_reader(self.control.fileno())
+
+    def kill(self) -> None:
+        """End it at once, if it runs."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def gone(self) -> None:
+        """`kill`, and wait."""
+        self.kill()
+        await self._process.wait()
+
+    def _hear(self) -> None:
+        if self.control.receive() is None:
+            asyncio.get_running_loop().remove_reader(self.control.fileno())
+        else:
+            self.up = True
+
+
+@contextlib.asynccontextmanager
+async def _child(program: Program, sockets: Any = ()) -> Any:
+    """A process that is gone when the block is left."""
+    control, theirs = Control.pair()
+    with contextlib.closing(control):
+        with theirs:
+            code = _CODE.format(path=[entry or "." for entry in sys.path], module=program.module, handle=theirs.fileno())
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", code, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
+            )
+        control.send("job", program.job, sockets=sockets)
+        child = _Child(process, control)
+        try:
+            yield child
+        finally:
+            await asyncio.shield(child.gone())
+
+
+def _ending(code: int) -> str:
+    """How a process ended, as the end of a sentence."""
+    if code >= 0:
+        return f"ended with code {code}"
+    name = signal.Signals(-code).name
+    return f"was killed by {name}" + (" (the system does that when memory runs out)" if code == -signal.SIGKILL else "")
