@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from llmjax.server.dashboard_routes import SHELL
+from llmjax.server.exchange import CLIENT_LEFT
 from llmjax.server.http_errors import HttpError, error_response
+from llmjax.server.request_log import line
 from llmjax.server.service import Service
 
 log = logging.getLogger(__name__)
 
 PROBES = frozenset({"/livez", "/readyz", "/health"})
-_CLIENT_LEFT = 499
+_OPEN = PROBES | SHELL
 
 
 class Accounts:
@@ -66,7 +69,7 @@ class Accounts:
             path = route_path(scope)
             route = path if path in self._routes else "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
             seconds = time.monotonic() - started
-            shown = status if complete else _CLIENT_LEFT
+            shown = status if complete else CLIENT_LEFT
             metrics = self._service.metrics
             method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
             metrics.requests.labels(route, method, shown).inc()
@@ -74,11 +77,14 @@ class Accounts:
             metrics.request_bytes.labels(route).observe(read)
             metrics.response_bytes.labels(route).observe(sent)
             if path not in PROBES:
-                log.info("%s %s %s %d %.3f s", request_id, method, route, shown, seconds)
+                client = (scope.get("client") or ("unknown",))[0]
+                fields = {"id": request_id, "client": client, "method": method, "route": route, "status": shown}
+                fields |= {"seconds": round(seconds, 6), **scope["state"].get("answer", {})}
+                log.info("%s", line(fields), extra={"event": "request", "fields": fields})
 
 
 class ApiKeys:
-    """Refuses every route but the probes to whoever does not send one of the keys as a bearer token."""
+    """Refuses every route but the probes and the dashboard's empty page to whoever sends none of the keys as a bearer token."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -86,7 +92,7 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] == "http" and route_path(scope) not in PROBES and not self._opens(Headers(scope=scope)):
+        if scope["type"] == "http" and route_path(scope) not in _OPEN and not self._opens(Headers(scope=scope)):
             error = HttpError(
                 401,
                 "a valid API key is needed: send it as 'Authorization: Bearer KEY'",

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from llmjax.errors import LlmjaxError
+from llmjax.server.http_errors import status_of
 
 KEPT = 20
 _QUOTED = re.compile(r"(?<!\w)(?:'(?:[^'\\]|\\.)*(?:'|$)|\"(?:[^\"\\]|\\.)*(?:\"|$))")  # a cut one ends with the message
@@ -20,12 +21,12 @@ class RecentErrors:
     def __init__(self) -> None:
         self._errors: collections.deque[dict[str, Any]] = collections.deque(maxlen=KEPT)
 
-    def add(self, request_id: str, status: int, error: Exception) -> None:
+    def add(self, request_id: str, error: Exception) -> None:
         """Remember an error that a client was told."""
         known = isinstance(error, LlmjaxError)
         message = str(error) if known else f"internal error ({type(error).__name__}); the log says more"
         self._errors.append(
-            {"time": round(time.time(), 3), "id": request_id, "status": status, "message": without_quotes(message)}
+            {"time": round(time.time(), 3), "id": request_id, "status": status_of(error), "message": without_quotes(message)}
         )
 
     def newest(self) -> list[dict[str, Any]]:

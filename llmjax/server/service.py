@@ -17,6 +17,7 @@ from llmjax.server.config import ServerConfig
 from llmjax.server.http_errors import HttpError
 from llmjax.server.metrics import ServerMetrics
 from llmjax.server.protocol import ApiRequest, Endpoint, parse_request, unknown_fields
+from llmjax.server.recent_errors import RecentErrors
 from llmjax.server.strict_json import kind, load_json, printable
 
 _OWN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -31,6 +32,7 @@ class Service:
         self.config = config
         self.created = int(time.time())
         self.metrics = ServerMetrics(config.served_names[0])
+        self.errors = RecentErrors()
         self._active: collections.Counter[str] = collections.Counter()  # ids of answers under way
         self._numbers = itertools.count()
 
