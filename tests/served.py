@@ -72,14 +72,16 @@ def run[T](work: Coroutine[Any, Any, T]) -> T:
 class Exchange:
     """One exchange as an ASGI server sees it. The client leaves when told to, and reads only while `reading` is set."""
 
-    def __init__(self, app: Any, path: str, body: Any, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    def __init__(
+        self, app: Any, path: str, body: Any, headers: Sequence[tuple[bytes, bytes]] = (), *, method: str = "POST"
+    ) -> None:
         self.sent: list[dict[str, Any]] = []
         self.reading = asyncio.Event()
         self.reading.set()
         self._left = asyncio.Event()
         self._body: bytes | None = json.dumps(body).encode()
         scope = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": method,
             "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
             "headers": list(headers), "client": ("test", 1), "server": ("test", 80),
         }  # fmt: skip

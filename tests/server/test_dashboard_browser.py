@@ -126,7 +126,9 @@ def test_numbers_move_while_requests_run(browser: Any, server: HttpServer) -> No
     assert "secret" not in errors
     until(browser, f"{number('running')} === 0")
     assert until(browser, "performance.getEntriesByType('resource').map(e => new URL(e.name).origin)").count(server.url) >= 3
-    assert all(name.startswith(server.url) for name in until(browser, "performance.getEntriesByType('resource').map(e => e.name)"))
+    assert all(
+        name.startswith(server.url) for name in until(browser, "performance.getEntriesByType('resource').map(e => e.name)")
+    )
     assert console(browser) == []
 
 
@@ -151,7 +153,10 @@ def test_the_key_is_asked_for_and_stays_in_the_tab(browser: Any, scripted: Scrip
     try:
         browser.get(f"{server.url}/dashboard")
         until(browser, "!document.getElementById('login').hidden")
-        for key, shown in (("wrong", "document.getElementById('login-error').textContent"), ("the-key", "document.body.className == 'good'")):
+        for key, shown in (
+            ("wrong", "document.getElementById('login-error').textContent"),
+            ("the-key", "document.body.className == 'good'"),
+        ):
             browser.find_element("id", "key").send_keys(key + "\n")
             until(browser, shown)
         assert browser.execute_script("return [document.getElementById('login').hidden, localStorage.length]") == [True, 0]
