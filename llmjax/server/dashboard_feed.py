@@ -1,8 +1,8 @@
 """`DashboardFeed`: what the dashboard shows, as server-sent events, one a second for all who watch.
 
-The engine is asked once for all viewers, and not at all when nobody watches. A viewer that reads slowly gets the newest event when
-it is ready for one. While the server drains and nothing is under way any more, streams end by themselves, so that nobody keeps a
-server from stopping.
+The engine is asked once for all viewers, and not at all when nobody watches. A viewer that reads slowly gets the newest event
+when it is ready for one. While the server drains and nothing is under way any more, streams end by themselves, so that nobody
+keeps a server from stopping.
 """
 
 from __future__ import annotations

@@ -60,11 +60,12 @@ def test_an_event_tells_what_the_server_does_and_no_prompt(served: Served, scrip
                 ((_, now),) = parse(await anext(events))
                 engine, figures = now["engine"], now["figures"]
                 seen["rate"] = seen.get("rate") or figures["output_rate"]
-                seen["waiting"] = seen.get("waiting") or engine["waiting"]["all"]
+                seen["waiting"] = max(seen.get("waiting", 0), engine["waiting"]["all"])
                 seen["first"] = seen.get("first") or figures["first"]["p95"]
                 seen["owner"] = seen.get("owner") or engine["largest"]
         assert seen["rate"] > 0
-        assert seen["waiting"] == 2
+        assert seen["waiting"] >= 2
+        assert seen["owner"][0]["prompt"] == len("a secret prompt")
         assert 0 < seen["first"] < 30
         await served.request("POST", "/v1/completions", {**BODY, "temperature": "very secret"}, x_request_id="bad-one")
         ((_, last),) = parse(await anext(events))
@@ -148,7 +149,7 @@ def test_the_page_goes_on_without_the_engine(served: Served) -> None:
         events = feed_of(served).events()
         _, (_, event) = parse(await anext(events))
         assert (event["engine"], event["figures"], event["point"]) == (None, None, None)
-        assert event["health"]["state"] == "ready"
+        assert event["health"]["state"] in ("new", "ready")
         await events.aclose()
 
     run(main())
