@@ -6,7 +6,6 @@ A picture is taken on the engine's thread between two steps, where it only copie
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 import zlib
 from collections.abc import Sequence
@@ -66,9 +65,9 @@ def contiguity(tables: Sequence[Sequence[int]]) -> float:
     """Share of the steps along page tables that lead to the next page of the pool; 1 where there are none."""
     steps = near = 0
     for table in tables:
-        pages = list(table)
+        pages = np.array(table, np.int64)  # a copy: the engine's thread may be adding to it
         steps += max(0, len(pages) - 1)
-        near += sum(after == before + 1 for before, after in itertools.pairwise(pages))
+        near += int(np.count_nonzero(pages[1:] == pages[:-1] + 1))
     return near / steps if steps else 1.0
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import socket
 from typing import Any
 
 import pytest
 from scripted_model import Scripted
 
+from llmjax.engine.async_engine import AsyncEngine
 from llmjax.engine.engine import Engine
+from llmjax.engine.engine_socket import EngineSocket
 from llmjax.engine.engine_view import (
     MAP_CELLS,
     MAP_SYMBOLS,
@@ -22,6 +26,8 @@ from llmjax.engine.engine_view import (
     read_engine,
     take_picture,
 )  # fmt: skip
+from llmjax.engine.remote_engine import RemoteEngine
+from llmjax.errors import EngineError, UnavailableError
 from llmjax.sampling_params import SamplingParams
 from llmjax.scheduling.lane_config import LaneConfig
 
@@ -132,3 +138,30 @@ def test_a_large_pool_is_shown_in_squares_of_several_pages() -> None:
 def test_contiguity_is_the_share_of_steps_to_the_next_page() -> None:
     assert contiguity([]) == contiguity([[7]]) == contiguity([[1, 2, 3], [9]]) == 1.0
     assert contiguity([[1, 2, 4], [8, 7]]) == 1 / 3
+
+
+def test_an_engine_of_another_process_shows_the_same(engine: Engine) -> None:
+    async def main() -> dict[str, Any]:
+        local = AsyncEngine(engine)
+        here = EngineSocket(local, "tiny")
+        await asyncio.to_thread(here.start)
+        hello = asyncio.Event()
+        remote = RemoteEngine(hello.set)
+        ours, theirs = socket.socketpair()
+        await asyncio.to_thread(here.add, theirs)
+        connected = asyncio.create_task(remote.connect(ours))
+        async with asyncio.timeout(60):
+            await hello.wait()
+            found = await remote.snapshot()
+            await asyncio.to_thread(here.close, 5.0)
+            await connected
+        await asyncio.to_thread(local.stop)
+        with pytest.raises(UnavailableError):
+            await remote.snapshot()
+        with pytest.raises(EngineError):
+            await local.snapshot()
+        return found
+
+    now = read_engine(engine)
+    found = asyncio.run(main())
+    assert (found["launches"], found["output_tokens"], found["pages"]) == (now.launches, now.output_tokens, now.pages)
