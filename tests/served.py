@@ -1,15 +1,21 @@
-"""A server in this process, without sockets: bodies in, answers and events out; and exchanges driven step by step."""
+"""A server in this process, without sockets: bodies in, answers and events out; and exchanges driven step by step.
+
+With `Served.far` set, app and engine speak as those of two processes do, over a socket pair.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx2
 
 from llmjax.engine.async_engine import AsyncEngine
+from llmjax.engine.engine_socket import EngineSocket
+from llmjax.engine.remote_engine import RemoteEngine
 from llmjax.server.app import create_app
 from llmjax.server.config import ServerConfig
 
@@ -20,16 +26,31 @@ ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 class Served:
     """An app over an engine. `options` are `ServerConfig`'s; the model is called "tiny"."""
 
+    far: ClassVar[bool] = False
+
     def __init__(self, engine: Any, *, max_waiting: int = 64, watchdog: float = 60.0, **options: Any) -> None:
         self.engine = AsyncEngine(engine, max_waiting=max_waiting, watchdog=watchdog, model_name="tiny")
-        self.app: Any = create_app(self.engine, ServerConfig(**{"served_names": ("tiny", "alias")} | options))
+        self.clients = EngineSocket(self.engine, "tiny") if self.far else None
+        if self.clients is not None:
+            self.clients.start()
+        self.app = self._app(options)
+
+    def _app(self, options: dict[str, Any]) -> Any:
+        config = ServerConfig(**{"served_names": ("tiny", "alias")} | options)
+        return create_app(self.engine, config) if self.clients is None else FarApp(self.clients, config)
 
     def with_options(self, **options: Any) -> Served:
         """Another app over the same engine."""
         other = Served.__new__(Served)
-        other.engine = self.engine
-        other.app = create_app(self.engine, ServerConfig(**{"served_names": ("tiny", "alias")} | options))
+        other.engine, other.clients = self.engine, self.clients
+        other.app = self._app(options)
         return other
+
+    def stop(self) -> None:
+        """The end of all."""
+        if self.clients is not None:
+            self.clients.close(10)
+        self.engine.stop()
 
     async def request(self, method: str, path: str, body: Any = None, *, data: bytes | None = None, **headers: str) -> Any:
         """An httpx response."""
@@ -50,6 +71,37 @@ class Served:
         assert response.status_code == 200, response.text
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         return parse_events(response.content)
+
+
+class FarApp:
+    """An app that is connected to its engine anew in each event loop that calls it."""
+
+    def __init__(self, clients: EngineSocket, config: ServerConfig) -> None:
+        self._clients = clients
+        self._config = config
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = asyncio.Lock()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._lock = loop, asyncio.Lock()
+            self._app: Any = None
+        async with self._lock:
+            if self._app is None:
+                self._app = await self._connect()
+        await self._app(scope, receive, send)
+
+    async def _connect(self) -> Any:
+        hello = asyncio.Event()
+        engine = RemoteEngine(hello.set)
+        ours, theirs = socket.socketpair()
+        self._connection = asyncio.create_task(engine.connect(ours))
+        await asyncio.to_thread(self._clients.add, theirs)
+        await asyncio.wait_for(hello.wait(), 30)
+        app = create_app(engine, self._config)
+        engine.registries = [app.state.service.metrics.registry]
+        return app
 
 
 def parse_events(data: bytes) -> list[dict[str, Any]]:

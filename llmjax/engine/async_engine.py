@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any, Self
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
-from llmjax.engine.engine_client import EngineClient, Health
+from llmjax.engine.engine_client import EngineClient
 from llmjax.engine.engine_state import EngineState
 from llmjax.engine.engine_view import picture_json, read_engine, take_picture
+from llmjax.engine.health import Health
 from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.request_stream import Ask, Part, RequestStream
 from llmjax.engine.tokenizer import Tokenizer
@@ -350,7 +351,7 @@ class AsyncEngine(EngineClient):
 
     def _hand_out(self, outputs: Iterable[RequestOutput]) -> None:
         """Give a step's outputs to their streams: one call for each event loop."""
-        batches: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, Part]]] = {}
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, Part]]] = collections.defaultdict(list)
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
@@ -360,7 +361,7 @@ class AsyncEngine(EngineClient):
             if output.finished:
                 self._forget(stream)
             if (part := stream.cut(output)) is not None:
-                batches.setdefault(stream.loop, []).append((stream, part))
+                batches[stream.loop].append((stream, part))
         for loop, batch in batches.items():
             if not self._post(loop, functools.partial(_deliver, batch)):
                 for stream, _ in batch:  # its loop is closed: nobody can read on

@@ -1,4 +1,4 @@
-"""`EngineClient`: what a server needs of an engine, wherever that runs; and what an engine says of its state.
+"""`EngineClient`: what a server needs of an engine, wherever that runs.
 
 Two fulfil it: `AsyncEngine`, with the engine in this process, and `RemoteEngine`, with the engine in another one. Owns what is
 the same for both: how prompts become token ids, and in which form requests are asked. Knows no HTTP, and imports no JAX.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import dataclasses
 import functools
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from llmjax.engine.health import Health
 from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.request_stream import Ask, RequestStream
 from llmjax.engine.tokenizer import needed
@@ -26,30 +26,6 @@ if TYPE_CHECKING:
     from llmjax.engine.tokenizer import Tokenizer
 
 _SHORT_TEXT = 4096  # characters; a longer text is tokenised on a thread, so that it does not hold up the event loop
-
-State = Literal["new", "starting", "ready", "draining", "stuck", "dead", "stopped"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Health:
-    """What can be expected of the engine. `reason` says why when it is not "ready".
-
-    "stuck" may pass (one step takes longer than the watchdog allows), and "starting" does (it is being loaded, perhaps again);
-    "dead" and "stopped" do not.
-    """
-
-    state: State
-    reason: str = ""
-
-    @property
-    def ready(self) -> bool:
-        """Whether a request would be taken; a new engine starts with its first one."""
-        return self.state in ("new", "ready")
-
-    @property
-    def gone(self) -> bool:
-        """Whether it will never be ready again."""
-        return self.state in ("dead", "stopped")
 
 
 class EngineClient(abc.ABC):

@@ -18,12 +18,12 @@ import dataclasses
 import pickle
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from llmjax import errors
-from llmjax.engine.engine_client import Health
-from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
-from llmjax.engine.request_stream import Part, RequestStream
+from llmjax.engine.health import Health
+from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, TokenLogprob
+from llmjax.engine.request_stream import Part
 from llmjax.errors import LlmjaxError
 
 _LENGTH = struct.Struct(">I")
@@ -56,6 +56,7 @@ class News(NamedTuple):
         parts: (number, packed part) of streams.
         failures: (number, packed error) of streams.
         answers: (question's number, its answer).
+        refusals: (question's number, packed error).
     """
 
     health: tuple[str, str]
@@ -64,6 +65,7 @@ class News(NamedTuple):
     parts: Sequence[tuple[int, Any]]
     failures: Sequence[tuple[int, Any]]
     answers: Sequence[tuple[int, Any]]
+    refusals: Sequence[tuple[int, Any]]
 
     @property
     def state(self) -> Health:
@@ -88,34 +90,26 @@ async def read_frame(reader: asyncio.StreamReader) -> Any:
 
 
 def pack_part(part: Part) -> Any:
-    """A part as nested tuples. What the reader knows by itself (ids, prompt) is left out."""
-    last = part.last
-    scores = last.prompt_logprobs
+    """A part as nested tuples. What the reader knows by itself (its ids) is left out."""
+    scores = part.prompt_logprobs
     return (
         [_pack_choice(choice) for choice in part.choices],
         None if scores is None else [None if one is None else _pack_position(one) for one in scores],
-        last.num_preemptions,
-        last.num_cached_tokens,
-        last.finished,
-        last.timings,
+        part.num_preemptions,
+        part.num_cached_tokens,
+        part.finished,
+        part.timings,
     )
 
 
-def unpack_part(packed: Any, stream: RequestStream) -> Part:
-    """The part again, for the stream it belongs to, whose `prompt_ids` is a list."""
-    choices, scores, preemptions, cached, finished, timings = packed
-    last = RequestOutput(
-        request_id=stream.request_id,
-        prompt=stream.prompt,
-        prompt_token_ids=cast("list[int]", stream.prompt_ids),
-        outputs=[],
-        prompt_logprobs=None if scores is None else [None if one is None else _unpack_position(one) for one in scores],
-        num_preemptions=preemptions,
-        num_cached_tokens=cached,
-        finished=finished,
-        timings=timings,
-    )
-    return Part(last, [_unpack_choice(index, choice) for index, choice in enumerate(choices)])
+def unpack_part(packed: Any, prompt_ids: list[int]) -> Part:
+    """The part again, of the stream whose prompt this is."""
+    choices, packed_scores, preemptions, cached, finished, timings = packed
+    scores = None
+    if packed_scores is not None:
+        scores = [None if one is None else _unpack_position(one) for one in packed_scores]
+    choices = [_unpack_choice(index, choice) for index, choice in enumerate(choices)]
+    return Part(choices, prompt_ids, scores, preemptions, cached, finished, timings)
 
 
 def _pack_choice(choice: CompletionOutput) -> Any:

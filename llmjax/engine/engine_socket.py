@@ -16,7 +16,6 @@ import logging
 import pickle
 import socket
 import threading
-import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -25,7 +24,6 @@ from prometheus_client import CollectorRegistry
 from llmjax.engine.async_engine import AsyncEngine
 from llmjax.engine.engine_messages import Hello, News, frame, pack_error, pack_part, read_frame
 from llmjax.engine.request_stream import Ask, RequestStream
-from llmjax.errors import EngineError
 from llmjax.sampling_params import SamplingParams
 from llmjax.telemetry.metric_sums import Series, SummedSeries, sum_series
 
@@ -67,14 +65,11 @@ class EngineSocket:
         """Serve the client at the other end, from now on. The socket is this object's. From any thread."""
         self._on_loop(self._add(connection))
 
-    def wait_ready(self, timeout: float) -> bool:
-        """Wait until every client that is there (one at least) has understood the engine. False when that takes too long."""
-        deadline = time.monotonic() + timeout
-        while not self._all_ready():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
-        return True
+    @property
+    def ready(self) -> bool:
+        """Whether every client that is there, one at least, has understood the engine."""
+        clients = list(self._clients)
+        return bool(clients) and all(client.ready for client in clients)
 
     def close(self, timeout: float) -> None:
         """Send what is still to be said, at most for `timeout` seconds, and close the sockets. May be called again."""
@@ -102,10 +97,6 @@ class EngineSocket:
         finally:
             del self._clients[client]
             self._retired = sum_series([self._retired, client.series])
-
-    def _all_ready(self) -> bool:
-        clients = list(self._clients)
-        return bool(clients) and all(client.ready for client in clients)
 
     async def _tick(self) -> None:
         """Tell clients when the engine's health changes."""
@@ -156,6 +147,7 @@ class _Client:
         self._accepted: list[int] = []
         self._failures: list[tuple[int, Any]] = []
         self._answers: list[tuple[int, Any]] = []
+        self._refusals: list[tuple[int, Any]] = []
         self._finishing = False
 
     async def serve(self) -> None:
@@ -227,18 +219,17 @@ class _Client:
             stream.close()
 
     async def _answer(self, what: str, question: int, argument: Any) -> None:
-        answer: Any
-        if what == "metrics":
-            self.series = argument
-            answer = await self._owner.metrics()
-        elif what == "snapshot":
-            try:
-                answer = await self._engine.snapshot()
-            except EngineError as error:  # it has just died
-                answer = error
-        else:
-            answer = await self._engine.abort_group(argument)
-        self._answers.append((question, answer))
+        try:
+            if what == "metrics":
+                self.series = argument
+                self._answers.append((question, await self._owner.metrics()))
+            elif what == "snapshot":
+                self._answers.append((question, await self._engine.snapshot()))
+            else:
+                self._answers.append((question, await self._engine.abort_group(argument)))
+        except Exception as error:  # told to whoever asked
+            log.error("a question could not be answered", exc_info=error)
+            self._refusals.append((question, pack_error(error)))
         self.wake.set()
 
     # -- what it is told
@@ -261,12 +252,13 @@ class _Client:
         failures, self._failures = self._failures, []
         accepted, self._accepted = self._accepted, []
         answers, self._answers = self._answers, []
+        refusals, self._refusals = self._refusals, []
         ended = []
         for number, stream in self._streams.items():
             try:
                 while (part := stream.take_part()) is not None:  # behind the last part there may be an error
                     parts.append((number, pack_part(part)))
-                    if part.last.finished:
+                    if part.finished:
                         ended.append(number)
             except Exception as error:  # told to whoever reads the stream
                 failures.append((number, pack_error(error)))
@@ -274,4 +266,4 @@ class _Client:
         for number in ended:
             del self._streams[number]
         health = self._engine.health
-        return News((health.state, health.reason), self._engine.retry_after(), accepted, parts, failures, answers)
+        return News((health.state, health.reason), self._engine.retry_after(), accepted, parts, failures, answers, refusals)

@@ -12,13 +12,14 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.exposition import generate_latest
 
-from llmjax.engine.engine_client import EngineClient, Health
+from llmjax.engine.engine_client import EngineClient
 from llmjax.engine.engine_messages import Hello, News, frame, read_frame, unpack_error, unpack_part
+from llmjax.engine.health import Health
 from llmjax.engine.request_stream import Ask, RequestStream
 from llmjax.engine.tokenizer import Tokenizer
 from llmjax.errors import EngineError, UnavailableError
@@ -102,14 +103,16 @@ class RemoteEngine(EngineClient):
                 stream.accept()
         for number, packed in news.parts:
             if (stream := streams.get(number)) is not None:
-                stream.put(unpack_part(packed, stream))
+                stream.put(unpack_part(packed, cast("list[int]", stream.prompt_ids)))  # made by _submit
         for number, packed in news.failures:
             if (stream := streams.get(number)) is not None:
                 stream.fail(unpack_error(packed))
         for number, answer in news.answers:
-            future = self._questions.pop(number)
-            if not future.done():
+            if not (future := self._questions.pop(number)).done():
                 future.set_result(answer)
+        for number, packed in news.refusals:
+            if not (future := self._questions.pop(number)).done():
+                future.set_exception(unpack_error(packed))
 
     def _end_all(self, why: str) -> None:
         for stream in list(self._streams.values()):
@@ -198,10 +201,7 @@ class RemoteEngine(EngineClient):
 
     async def snapshot(self) -> dict[str, Any]:
         """See `EngineClient`."""
-        answer = await self._question("snapshot", None)
-        if isinstance(answer, Exception):
-            raise answer
-        return dict(answer)
+        return dict(await self._question("snapshot", None))
 
     async def _question(self, what: str, argument: Any) -> Any:
         if self._writer is None:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -58,7 +59,7 @@ def start_runner(model: Model, config: DecoderConfig, params: Any, engine_config
     store = None
     if engine_config.compile_cache is not None and is_shared_decoder(model):  # of another model's source nothing is known
         store = ProgramStore(engine_config.compile_cache)
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, _given_up_on_failure(params):
         start_pool = functools.cache(functools.partial(_start_pool, model, engine_config, stack))
         sizes = Shapes(config, shapes, engine_config, 0)
         if store is None or store.recall(sizes.identity(("all", 0, 0))) is None:
@@ -90,6 +91,17 @@ def start_runner(model: Model, config: DecoderConfig, params: Any, engine_config
     if peak is not None:
         log.info("memory: planned %.0f MiB without the reserve, peak so far %.0f MiB", plan.total / MIB, peak / MIB)
     return Started(runner, plan, programs)
+
+
+@contextlib.contextmanager
+def _given_up_on_failure(params: Any) -> Iterator[None]:
+    """A start that fails does not go on reading weights."""
+    try:
+        yield
+    except BaseException:
+        if isinstance(params, PendingParams):
+            params.give_up()
+        raise
 
 
 def _memory_of_others(params: Any) -> DeviceMemory | None:

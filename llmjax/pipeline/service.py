@@ -31,10 +31,9 @@ def run_service(pipeline: Pipeline, stage: Stage, *, engine_module: str, engine_
         ConfigError: the keys or the settings are wrong.
         LlmjaxError: the port is taken, or a process was killed.
     """
-    from llmjax.server.config import ServerConfig
-    from llmjax.server.http_server import listen, url_of
+    from llmjax.server.config import ServerConfig, WorkerJob
+    from llmjax.server.listener import listen, url_of
     from llmjax.server.supervisor import Program, Supervisor
-    from llmjax.server.worker import WorkerJob
 
     section = stage.config
     assert isinstance(section, ServeSection)

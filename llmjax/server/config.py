@@ -1,8 +1,11 @@
-"""`ServerConfig`: what a server lets in and how it answers. Plain data; knows neither sockets nor engines."""
+"""`ServerConfig`: what a server lets in and how it answers; and how a process of its HTTP side is told. Plain data; knows neither
+sockets nor engines."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from llmjax.errors import ConfigError
 
@@ -41,3 +44,16 @@ class ServerConfig:
         for name in ("keep_alive", "send_timeout"):
             if not 0.0 < getattr(self, name) <= 86400.0:
                 raise ConfigError(f"{name} must be above 0 and at most a day, got {getattr(self, name)} s")
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerJob:
+    """What a worker is started with, beside the listening socket.
+
+    Attributes:
+        options: fields of `ServerConfig`; without `served_names` the model's own name is taken.
+        log: form of the log.
+    """
+
+    options: Mapping[str, Any]
+    log: Literal["text", "json"] = "text"

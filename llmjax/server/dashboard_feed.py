@@ -112,6 +112,8 @@ class DashboardFeed:
 
     async def _ask(self) -> dict[str, Any] | None:
         """The engine's snapshot; None when it does not answer, which its health explains."""
+        if self._service.engine.health.gone:
+            return None
         try:
             async with asyncio.timeout(_PATIENCE):
                 return await self._service.engine.snapshot()

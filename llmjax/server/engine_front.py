@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from types import FrameType
 
 from llmjax.engine.async_engine import AsyncEngine
@@ -29,7 +30,7 @@ _INTERRUPT = signal.SIGUSR1  # from the listening thread to the main one
 
 
 class EngineFront:
-    """Made on the main thread before anything is loaded. The word to stop raises `KeyboardInterrupt` there, unless `wait` is on.
+    """Made on the main thread before anything is loaded. Until it serves, the word to stop raises `KeyboardInterrupt` there.
 
     Args:
         control: to the supervisor.
@@ -44,7 +45,6 @@ class EngineFront:
         self._clients: EngineSocket | None = None
         self._engine: AsyncEngine | None = None
         self._drain = 0.0
-        self._waiting = False
         self._stop = threading.Event()
         leave_signals_to_the_supervisor()
         signal.signal(_INTERRUPT, _interrupted)
@@ -66,16 +66,16 @@ class EngineFront:
             self._clients, early = clients, self._early
         for connection in early:
             clients.add(connection)
-        if not clients.wait_ready(_WORKERS_START):
-            raise LlmjaxError("the HTTP workers did not start: see the log")
+        deadline = time.monotonic() + _WORKERS_START
+        while not clients.ready and not self._stop.wait(0.01):
+            if time.monotonic() > deadline:
+                raise LlmjaxError("the HTTP workers did not start: see the log")
         self._control.send("ready")
         return self
 
     def wait(self) -> None:
         """Until the supervisor says stop, then `close`. Raises `EngineError` when the engine dies."""
         assert self._engine is not None
-        with self._lock:
-            self._waiting = True
         while not self._stop.wait(0.1):
             if self._engine.health.state == "dead":
                 raise EngineError(self._engine.health.reason)
@@ -110,7 +110,7 @@ class EngineFront:
         if self._engine is not None:
             self._engine.close_doors()
         with self._lock:
-            first = self._waiting and not self._stop.is_set()
+            first = self._clients is not None and not self._stop.is_set()
             self._stop.set()
             if not first:
                 self._drain = 0.0

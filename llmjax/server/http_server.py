@@ -1,4 +1,4 @@
-"""Listening, and uvicorn as it is set up here; and `HttpServer`: an app and its engine in one process, with uvicorn on a thread.
+"""Uvicorn as it is set up here; and `HttpServer`: an app and its engine in one process, with uvicorn on a thread.
 
 The end, at SIGTERM or Ctrl-C: `/readyz` says 503 and new work is refused, while streams go on. Those that run at the deadline
 end with an error event. Then connections are closed and the engine's thread ends. A second signal does not wait.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
 import threading
 import time
 from types import FrameType
@@ -20,12 +19,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmjax.engine.async_engine import AsyncEngine
 from llmjax.errors import LlmjaxError
+from llmjax.server.listener import BACKLOG, listen, url_of
 
 log = logging.getLogger(__name__)
 
 _CLOSING = 5  # seconds for answers that have ended to reach their clients
 _STARTING = 30.0
-_BACKLOG = 2048
 
 
 class HttpServer:
@@ -102,22 +101,6 @@ class HttpServer:
             log.error("the server has died", exc_info=error)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises `LlmjaxError` when that is not possible."""
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise LlmjaxError(f"cannot listen on {host} port {port}: {reason}; choose another host or port") from None
-
-
-def url_of(listener: socket.socket) -> str:
-    """Where a listening socket can be reached from this machine."""
-    host, port = listener.getsockname()[:2]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
-
-
 def server_config(app: Any) -> uvicorn.Config:
     """Uvicorn's settings for an app, which starts and stops nothing itself (no lifespan)."""
     logging.getLogger("uvicorn.error").addFilter(_is_news)
@@ -126,7 +109,7 @@ def server_config(app: Any) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        backlog=_BACKLOG,
+        backlog=BACKLOG,
         timeout_graceful_shutdown=_CLOSING,
         lifespan="off",
         http=_Protocol,

@@ -22,7 +22,7 @@ import subprocess
 import sys
 from typing import Any
 
-from llmjax.engine.engine_client import Health
+from llmjax.engine.health import Health
 from llmjax.errors import LlmjaxError
 from llmjax.server.control import Control
 

@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator
 
 import uvicorn
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llmjax.engine.engine_client import Health
+from llmjax.engine.health import Health
 from llmjax.engine.remote_engine import RemoteEngine
 from llmjax.errors import UnavailableError
 from llmjax.server.app import create_app
-from llmjax.server.config import ServerConfig
+from llmjax.server.config import ServerConfig, WorkerJob
 from llmjax.server.control import Control, leave_signals_to_the_supervisor
 from llmjax.server.http_errors import UNAVAILABLE_RETRY_AFTER, error_response
 from llmjax.server.http_server import server_config
@@ -32,19 +30,6 @@ from llmjax.telemetry.logs import configure_logging
 log = logging.getLogger(__name__)
 
 _ORPHANED = _FAILED = 1  # exit codes
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkerJob:
-    """What a worker is started with, beside the listening socket.
-
-    Attributes:
-        options: fields of `ServerConfig`; without `served_names` the model's own name is taken.
-        log: form of the log.
-    """
-
-    options: Mapping[str, Any]
-    log: Literal["text", "json"] = "text"
 
 
 def main(handle: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from fake_checkpoints import random_weights, tiny_config, write_hf
 from tiny_models import CONFIGS, naive_greedy, random_params
 
 from llmjax.engine import compile_pool, startup
@@ -23,7 +24,7 @@ from llmjax.engine.compile_programs import Shapes, abstract, compile_programs, e
 from llmjax.engine.compile_worker import Target, _export
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.engine import Engine
-from llmjax.errors import BackendError, ModelError
+from llmjax.errors import BackendError, LlmjaxError, ModelError
 from llmjax.model.checkpoint.load import PendingParams, load_model, param_structs
 from llmjax.model.checkpoint.presets import preset_config
 from llmjax.model.layers import abstract_params
@@ -82,6 +83,26 @@ def test_what_loading_raises_comes_out_of_the_engine() -> None:
 
     with pytest.raises(ModelError, match="the file is cut off"):
         Engine(CONFIG, PendingParams(CONFIG, load), None, EngineConfig(**OPTIONS))
+
+
+def test_a_start_that_fails_does_not_read_the_weights_to_their_end(tmp_path: Path) -> None:
+    """The process could not end before: the reading thread stops at the next tensor."""
+    config = tiny_config()
+    write_hf(tmp_path / "model", config, random_weights(config))
+    failed = threading.Event()
+    seen: list[int] = []
+
+    def progress(done: int, total: int) -> None:
+        seen.append(done)
+        assert failed.wait(60)
+
+    loaded = load_model(path=tmp_path / "model", progress=progress, wait=False)
+    with pytest.raises(LlmjaxError):
+        Engine(loaded.config, loaded.params, None, EngineConfig(**{**OPTIONS, "kv_cache_bytes": 1}))
+    failed.set()
+    with pytest.raises(ModelError, match="not wanted any more"):
+        loaded.params.result()
+    assert len(seen) <= 1
 
 
 def test_a_model_that_is_not_waited_for_is_the_same() -> None:

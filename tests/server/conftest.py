@@ -20,7 +20,7 @@ def served(scripted: Scripted) -> Iterator[Served]:
     """A server whose engine is left without requests and without pages in use."""
     one = Served(scripted.engine)
     yield one
-    one.engine.stop()
+    one.stop()
     engine = scripted.engine
     while engine.has_unfinished:
         engine.step()

@@ -25,6 +25,12 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True, params=["one process", "two"])
+def far(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything holds too when the engine is at the other end of a socket."""
+    monkeypatch.setattr(Served, "far", request.param == "two")
+
+
 class HeldEngine(FakeEngine):
     """A fake of one row that waits for `go` before each step."""
 
@@ -120,7 +126,7 @@ def test_headers_wait_for_the_first_token_or_one_interval_of_silence() -> None:
         await exchange.task
         assert "".join(event["choices"][0]["text"] for event in parse_events(exchange.data)) == "abab"
         assert exchange.data.endswith(b"data: [DONE]\n\n")
-        served.engine.stop()
+        served.stop()
 
     run(main())
 
@@ -138,7 +144,8 @@ def test_a_full_queue_is_429_at_once_and_harms_nobody() -> None:
         many = [
             Exchange(served.app, "/v1/completions", {"prompt": "a", "max_tokens": 3, "stream": i % 2 == 0}) for i in range(20)
         ]
-        batch = Exchange(served.app, "/v1/completions", {"prompt": ["a"] * 9, "max_tokens": 3})
+        batch = Exchange(served.app, "/v1/completions", {"prompt": ["a"] * 5, "max_tokens": 3})
+        await until(lambda: served.engine.num_open == 26)
         held.go.set()
         await asyncio.gather(*(exchange.task for exchange in (first, *many, batch)))
         statuses = [exchange.status for exchange in many]
@@ -151,9 +158,15 @@ def test_a_full_queue_is_429_at_once_and_harms_nobody() -> None:
         assert 1 <= int(headers[b"retry-after"]) <= 60
         assert error_of(refused)["code"] == "queue_full"
         assert served.engine.num_open == 0
+        refusals = held.metrics.registry.get_sample_value("llmjax:queue_full_total", {"lane": "any"})
+        assert refusals is not None
+        assert refusals > statuses.count(429), "every prompt of the batch that was refused counts too"
+        for wrong, param in (({"prompt": ["a"] * 6}, "prompt"), ({"prompt": "a", "n": 6}, "n")):
+            never = await served.request("POST", "/v1/completions", wrong)
+            assert (never.status_code, never.json()["error"]["param"]) == (400, param), "there will never be room"
         again = await served.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 3})
         assert again.json()["choices"][0]["text"] == "aaa"
-        served.engine.stop()
+        served.stop()
 
     run(main())
 
@@ -196,10 +209,12 @@ def test_a_stuck_engine_is_not_ready_but_alive_and_comes_back() -> None:
         assert (await served.request("GET", "/readyz")).status_code == 503
         assert (await served.request("GET", "/livez")).status_code == 200
         held.go.set()
-        await until(lambda: served.engine.health.ready)
+        async with asyncio.timeout(30):
+            while (await served.request("GET", "/readyz")).status_code != 200:
+                await asyncio.sleep(0.01)
         again = await served.request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 3})
         assert again.json()["choices"][0]["text"] == "aba"
-        served.engine.stop()
+        served.stop()
 
     run(main())
 
@@ -220,7 +235,7 @@ def test_draining_lets_streams_end_and_refuses_the_rest() -> None:
         assert await served.engine.drain(10)
         await exchange.task
         assert parse_events(exchange.data)[-1]["choices"][0]["finish_reason"] == "length"
-        served.engine.stop()
+        served.stop()
 
     run(main())
 
@@ -233,7 +248,7 @@ def test_the_deadline_of_draining_is_an_error_in_the_stream() -> None:
         assert not await served.engine.drain(0.05)
         await exchange.task
         assert parse_events(exchange.data)[-1]["error"]["code"] == "unavailable"
-        served.engine.stop()
+        served.stop()
 
     run(main())
 
@@ -255,7 +270,7 @@ def test_a_failed_request_is_an_error_alone() -> None:
         assert (whole.status, error_of(whole)["type"]) == (500, "server_error")
         assert "NaN" in parse_events(stream.data)[-1]["error"]["message"]
         assert json.loads(good.data)["choices"][0]["text"] == "okoko"
-        served.engine.stop()
+        served.stop()
 
     run(main())
 
@@ -280,7 +295,7 @@ def test_a_reader_that_takes_nothing_is_dropped_and_one_that_is_slow_gets_merged
         events = parse_events(slow.data)
         assert "".join(event["choices"][0]["text"] for event in events) == "abc" * 100
         assert len(events) < 300
-        served.engine.stop()
+        served.stop()
 
     run(main())
 

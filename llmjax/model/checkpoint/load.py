@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from llmjax.errors import UnsupportedModelError
+from llmjax.errors import ModelError, UnsupportedModelError
 from llmjax.model.checkpoint.describe import open_checkpoint
 from llmjax.model.checkpoint.leaves import Checkpoint
 from llmjax.model.checkpoint.orbax import load_orbax_params, read_orbax_config
@@ -35,7 +36,9 @@ class PendingParams:
         begun, ended: when loading began and ended, by `time.perf_counter`; `ended` is 0.0 before.
     """
 
-    def __init__(self, config: ModelConfig, load: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, config: ModelConfig, load: Callable[[], dict[str, Any]], given_up: threading.Event | None = None) -> None:
+        """`load` looks at `given_up` now and then, and raises when it is set."""
+        self._given_up = given_up or threading.Event()
         self.shapes = param_structs(config)
         self.bytes_in_use = int((jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0))
         self.begun, self.ended = time.perf_counter(), 0.0
@@ -54,6 +57,10 @@ class PendingParams:
     def result(self) -> dict[str, Any]:
         """The parameters, when they are there. Raises what loading raised."""
         return self._future.result()
+
+    def give_up(self) -> None:
+        """Nobody wants them any more: files are not read on, so that the process can end."""
+        self._given_up.set()
 
 
 def param_structs(config: ModelConfig) -> dict[str, Any]:
@@ -131,14 +138,21 @@ def load_model(
         load = functools.partial(load_orbax_params, source.path, config)
         return LoadedModel(config, load() if wait else PendingParams(config, load), source.path, source.kind, eos)
     checkpoint = open_checkpoint(source, dtype)
-    load = functools.partial(_read_and_close, checkpoint, progress)
-    params = load() if wait else PendingParams(checkpoint.config, load)
+    given_up = threading.Event()
+    load = functools.partial(_read_and_close, checkpoint, progress, given_up)
+    params = load() if wait else PendingParams(checkpoint.config, load, given_up)
     return LoadedModel(checkpoint.config, params, checkpoint.path, source.kind, checkpoint.eos_token_ids)
 
 
-def _read_and_close(checkpoint: Checkpoint, progress: Progress | None) -> dict[str, Any]:
+def _read_and_close(checkpoint: Checkpoint, progress: Progress | None, given_up: threading.Event) -> dict[str, Any]:
+    def after_each(done: int, total: int) -> None:
+        if given_up.is_set():
+            raise ModelError("the weights were not wanted any more")
+        if progress is not None:
+            progress(done, total)
+
     try:
-        return load_leaves(checkpoint, progress)
+        return load_leaves(checkpoint, after_each)
     finally:
         checkpoint.reader.close()
 
