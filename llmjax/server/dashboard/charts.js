@@ -20,11 +20,11 @@ function short(value) {
   return String(Number(value.toPrecision(value && Math.abs(value) < 1 ? 2 : 3)));
 }
 
-// The next of 1, 2, 4, 5, 8, 10 times a power of ten, so that halves and quarters are round.
+// The next of these steps times a power of ten, so that halves are round.
 function roundUp(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 4, 5, 8, 10].find((step) => step * power >= value * (1 - 1e-12)) * power;
+  return [1, 1.2, 1.6, 2, 3, 4, 5, 6, 8, 10].find((step) => step * power >= value * (1 - 1e-12)) * power;
 }
 
 function frame(place, label, top) {
