@@ -35,8 +35,10 @@ HOST_ONLY = [
     "llmjax/engine/tokenizer.py", "llmjax/engine/hf_tokenizer.py", "llmjax/engine/gguf_tokenizer.py",
     "llmjax/engine/token_pieces.py", "llmjax/engine/chat_template.py", "llmjax/engine/detokenizer.py",
     "llmjax/engine/stop_strings.py", "llmjax/engine/text_output.py",
-    "llmjax/engine/async_engine.py", "llmjax/engine/request_stream.py",
-    "llmjax/engine/engine_view.py", "llmjax/engine/engine_stats.py",
+    "llmjax/engine/async_engine.py", "llmjax/engine/request_stream.py", "llmjax/engine/engine_client.py",
+    "llmjax/engine/health.py", "llmjax/engine/engine_messages.py", "llmjax/engine/engine_socket.py",
+    "llmjax/engine/remote_engine.py", "llmjax/engine/engine_state.py", "llmjax/engine/engine_stats.py",
+    "llmjax/engine/engine_view.py",
 ]  # fmt: skip
 
 
@@ -115,6 +117,13 @@ def test_model_and_scheduling_meet_only_in_the_runner() -> None:
         ("llmjax.pipeline", DEVICE_LIBRARIES | {"torch", "transformers"}),
         ("llmjax.cli", DEVICE_LIBRARIES | {"torch", "transformers"}),
         ("llmjax.engine.async_engine", HEAVY | DEVICE_LIBRARIES),
+        ("llmjax.engine.remote_engine", HEAVY | DEVICE_LIBRARIES | {"numpy"}),
+        (
+            "llmjax.server.supervisor",
+            HEAVY | DEVICE_LIBRARIES | {"numpy", "uvicorn", "jinja2", "tokenizers", "prometheus_client"},
+        ),
+        ("llmjax.server.worker", DEVICE_LIBRARIES | {"numpy", "ruamel", "transformers", "typer", "rich", "torch"}),
+        ("llmjax.server.engine_front", HEAVY | DEVICE_LIBRARIES),
         ("llmjax.engine.engine", {"pydantic", "starlette", "ruamel", "torch"}),
     ],
 )

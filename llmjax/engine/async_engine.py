@@ -31,7 +31,6 @@ from prometheus_client.exposition import generate_latest
 
 from llmjax.engine.engine_client import EngineClient
 from llmjax.engine.engine_state import EngineState
-from llmjax.engine.engine_view import picture_json, read_engine, take_picture
 from llmjax.engine.health import Health
 from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.request_stream import Ask, Part, RequestStream
@@ -227,6 +226,8 @@ class AsyncEngine(EngineClient):
 
     async def snapshot(self) -> dict[str, Any]:
         """See `EngineClient`."""
+        from llmjax.engine.engine_view import picture_json, read_engine, take_picture  # needs numpy, which an HTTP worker lacks
+
         if self._ended.is_set():
             raise EngineError(self._death or "the engine was stopped")
         engine = self._engine

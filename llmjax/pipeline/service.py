@@ -39,11 +39,11 @@ def run_service(pipeline: Pipeline, stage: Stage, *, engine_module: str, engine_
     assert isinstance(section, ServeSection)
     options = server_options(section, read_keys(section))
     ServerConfig(**options | {"served_names": options["served_names"] or (stage.name,)})  # wrong settings are told now
-    listener = listen(section.host, section.port)
-    return Supervisor(
-        listener,
-        engine=Program(engine_module, engine_job | {"url": url_of(listener)}),
-        worker=Program("llmjax.server.worker", WorkerJob(options, pipeline.runtime.log)),
-        workers=section.http_workers,
-        restart=section.restart,
-    ).run()
+    with listen(section.host, section.port) as listener:
+        return Supervisor(
+            listener,
+            engine=Program(engine_module, engine_job | {"url": url_of(listener)}),
+            worker=Program("llmjax.server.worker", WorkerJob(options, pipeline.runtime.log)),
+            workers=section.http_workers,
+            restart=section.restart,
+        ).run()

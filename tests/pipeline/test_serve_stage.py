@@ -14,8 +14,11 @@ from fakes_engine import FakeLLM
 from llmjax import cli
 from llmjax.errors import ConfigError
 from llmjax.pipeline import load, make_reporter, run, show
+from llmjax.pipeline.service import final_server
 from llmjax.pipeline.stages import engine as engine_stage
 from llmjax.pipeline.stages.serve import ServeKind, ServeSection, read_keys
+from llmjax.server.listener import listen
+from llmjax.server.supervisor import Supervisor
 
 PIPELINE = """\
 apiVersion: llmjax/v1
@@ -114,6 +117,65 @@ def test_keys_are_secret_and_a_key_file_must_hold_one(tmp_path: Path, monkeypatc
         read_keys(ServeSection.model_validate({"api_key_file": str(empty)}))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_keys(ServeSection.model_validate({"api_key_file": str(tmp_path / "none")}))
+
+
+def test_what_is_wrong_with_the_server_is_told_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A key file without a key, a key that no header can carry, a port that is taken: no process is started."""
+    started: list[object] = []
+    monkeypatch.setattr(Supervisor, "run", lambda self: started.append(self) or 0)
+    monkeypatch.setattr("llmjax.cli.pipelines.run_here", lambda *args, **options: started.append(args) or 0)
+    monkeypatch.chdir(tmp_path)
+
+    def command(section: str) -> tuple[Any, str]:
+        (tmp_path / "small.yaml").write_text(PIPELINE.replace("SECTION", section))
+        monkeypatch.setattr("sys.argv", ["llmjax", "run", "small.yaml"])
+        code: Any = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        return code, capsys.readouterr().err
+
+    (tmp_path / "keys").write_text("# none\n")
+    assert command("{port: 0, api_key_file: keys}") == (
+        2,
+        f"llmjax: the key file {tmp_path / 'keys'} holds no key: write one a line\n",
+    )
+    code, err = command('{port: 0, api_key: "a b"}')
+    assert (code, "an API key must be printable" in err) == (2, True)
+    with listen("127.0.0.1", 0) as other:
+        code, err = command(f"{{port: {other.getsockname()[1]}}}")
+        assert (code, "cannot listen on 127.0.0.1" in err) == (5, True)
+    assert not started
+    assert command("{port: 0}") == (0, "")
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize(("until", "expected"), [(None, "serve"), ("serve", "serve"), ("engine", None)])
+def test_a_server_is_a_service_only_as_the_last_stage(tmp_path: Path, until: str | None, expected: str | None) -> None:
+    (tmp_path / "small.yaml").write_text(PIPELINE.replace("SECTION", "{http_workers: 2, restart: 1}"))
+    found = final_server(load(tmp_path / "small.yaml"), until)
+    assert (found and found.name) == expected
+    (tmp_path / "off.yaml").write_text(PIPELINE.replace("SECTION", "{when: never}"))
+    assert final_server(load(tmp_path / "off.yaml"), until) is None
+
+
+def test_stages_after_a_server_that_do_not_use_it_are_refused(tmp_path: Path) -> None:
+    """They would begin when somebody stops the server."""
+    after = '  batch: {input: "in.jsonl", output: "out.jsonl"EXTRA}\n'
+    path = tmp_path / "p.yaml"
+    path.write_text(PIPELINE.replace("SECTION", "{port: 0}") + after.replace("EXTRA", ""))
+    with pytest.raises(
+        ConfigError, match=r"stages.serve: it stays until it is stopped, and 'batch' would wait for that: put it last"
+    ):
+        load(path)
+    path.write_text(PIPELINE.replace("SECTION", "{port: 0}") + after.replace("EXTRA", ", needs: [serve]"))
+    assert final_server(load(path)) is None
+    path.write_text(PIPELINE.replace("SECTION", "{port: 0}") + after.replace("EXTRA", ", when: never"))
+    found = final_server(load(path))
+    assert found is not None
 
 
 def test_the_command_makes_a_pipeline_of_a_model(

@@ -297,6 +297,16 @@ def test_only_those_that_never_had_a_row_expire():
     assert lanes.expired(100.0) == [fresh]
 
 
+def test_who_arrived_first_expires_first_whatever_was_tokenised_first():
+    """Arrival is at the server's door, so that requests come to the queue a little out of order."""
+    lanes = Lanes((LaneConfig(name="all", timeout=5.0),))
+    arrivals = random.sample(range(100), 20)
+    requests = {at: queued(lanes, str(at), at=float(at)) for at in arrivals}
+    for now in range(0, 120, 7):
+        expected = [at for at in sorted(requests) if now - at > 5.0]
+        assert lanes.expired(float(now)) == [requests.pop(at) for at in expected]
+
+
 # A launch's tokens
 
 
