@@ -29,7 +29,7 @@ class Served:
     far: ClassVar[bool] = False
 
     def __init__(self, engine: Any, *, max_waiting: int = 64, watchdog: float = 60.0, **options: Any) -> None:
-        self.engine = AsyncEngine(engine, max_waiting=max_waiting, watchdog=watchdog)
+        self.engine = AsyncEngine(engine, max_waiting=max_waiting, watchdog=watchdog, model_name="tiny")
         self.clients = EngineSocket(self.engine, "tiny") if self.far else None
         if self.clients is not None:
             self.clients.start()
@@ -124,14 +124,16 @@ def run[T](work: Coroutine[Any, Any, T]) -> T:
 class Exchange:
     """One exchange as an ASGI server sees it. The client leaves when told to, and reads only while `reading` is set."""
 
-    def __init__(self, app: Any, path: str, body: Any, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    def __init__(
+        self, app: Any, path: str, body: Any, headers: Sequence[tuple[bytes, bytes]] = (), *, method: str = "POST"
+    ) -> None:
         self.sent: list[dict[str, Any]] = []
         self.reading = asyncio.Event()
         self.reading.set()
         self._left = asyncio.Event()
         self._body: bytes | None = json.dumps(body).encode()
         scope = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": method,
             "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
             "headers": list(headers), "client": ("test", 1), "server": ("test", 80),
         }  # fmt: skip

@@ -38,7 +38,8 @@ HOST_ONLY = [
     "llmjax/engine/stop_strings.py", "llmjax/engine/text_output.py", "llmjax/engine/grammar.py", "llmjax/engine/grammar_rows.py",
     "llmjax/engine/async_engine.py", "llmjax/engine/request_stream.py", "llmjax/engine/engine_client.py",
     "llmjax/engine/health.py", "llmjax/engine/engine_messages.py", "llmjax/engine/engine_socket.py",
-    "llmjax/engine/remote_engine.py", "llmjax/engine/engine_state.py",
+    "llmjax/engine/remote_engine.py", "llmjax/engine/engine_state.py", "llmjax/engine/engine_stats.py",
+    "llmjax/engine/engine_view.py",
 ]  # fmt: skip
 
 

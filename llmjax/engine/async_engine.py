@@ -55,9 +55,10 @@ class AsyncEngine(EngineClient):
         max_waiting: choices beyond the engine's rows that may wait; one more is a `QueueFullError`.
         watchdog: seconds that one step may take. After them the engine counts as stuck: every stream ends with an error and no
             request is taken, until the step returns.
+        model_name: label of its metrics.
     """
 
-    def __init__(self, engine: Engine, *, max_waiting: int = 1024, watchdog: float = 60.0) -> None:
+    def __init__(self, engine: Engine, *, max_waiting: int = 1024, watchdog: float = 60.0, model_name: str = "model") -> None:
         self._engine = engine
         self._capacity = engine.config.max_sequences + max_waiting
         self._watchdog_seconds = watchdog
@@ -74,7 +75,8 @@ class AsyncEngine(EngineClient):
         self._draining = False
         self._death: str | None = None
         self._state = CollectorRegistry()
-        self._state.register(EngineState(self))
+        self._labels = {"model_name": model_name}
+        self._state.register(EngineState(self, self._labels))
 
     @property
     def engine(self) -> Engine:
@@ -192,6 +194,9 @@ class AsyncEngine(EngineClient):
         It must be quick: no request advances meanwhile. What it raises is raised here, and the engine goes on.
         """
         self._check_open()
+        return await self._call(function)
+
+    async def _call[T](self, function: Callable[[], T]) -> T:
         self.start()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -219,6 +224,16 @@ class AsyncEngine(EngineClient):
         """See `Engine.update_params`."""
         await self.call(lambda: self._engine.update_params(params))
 
+    async def snapshot(self) -> dict[str, Any]:
+        """See `EngineClient`."""
+        from llmjax.engine.engine_view import picture_json, read_engine, take_picture  # needs numpy, which an HTTP worker lacks
+
+        if self._ended.is_set():
+            raise EngineError(self._death or "the engine was stopped")
+        engine = self._engine
+        picture = await self._call(lambda: take_picture(engine))
+        return await asyncio.to_thread(lambda: picture_json(picture, read_engine(engine)))
+
     def retry_after(self) -> int:
         """Whole seconds in which a place is likely to become free, from the pace at which requests ended of late."""
         times = list(self._finish_times)
@@ -228,7 +243,7 @@ class AsyncEngine(EngineClient):
 
     async def metrics(self, own: Sequence[CollectorRegistry]) -> bytes:
         """See `EngineClient`."""
-        return b"".join(map(generate_latest, (*own, self._state, self._engine.metrics.registry)))
+        return b"".join(map(generate_latest, (*own, self._state))) + self._engine.metrics.text(self._labels)
 
     # -- the callers' side
 

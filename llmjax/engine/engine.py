@@ -18,7 +18,9 @@ from typing import Any
 from llmjax.engine.backend import is_gpu, use_compile_cache
 from llmjax.engine.compile_programs import Program
 from llmjax.engine.config import EngineConfig
+from llmjax.engine.engine_stats import EngineStats
 from llmjax.engine.engine_trace import EngineTrace
+from llmjax.engine.engine_view import read_engine
 from llmjax.engine.grammar import GrammarCompiler
 from llmjax.engine.grammar_rows import follow, launch_masks
 from llmjax.engine.memory_map import MemoryMap, live_bytes, memory_map
@@ -44,32 +46,6 @@ POLICIES = ("reserve_full_length", "lanes", "max_wait")  # fields of the config 
 LAUNCHES_AHEAD = 1  # launches dispatched beyond the one whose result is read next
 
 
-@dataclasses.dataclass
-class EngineStats:
-    """Counters since the engine was made.
-
-    `prompt_tokens_queried` are the prompt tokens of requests (each choice) that were looked up in the prefix cache, and
-    `prompt_tokens_cached` those of them that were found. A preempted request is not counted again, nor one with
-    `prompt_logprobs`, which is not looked up. `prompt_tokens_computed` are known tokens that were computed, those
-    computed again after a preemption included.
-    """
-
-    num_pages: int = 0
-    peak_pages_used: int = 0
-    launches: int = 0
-    prompt_tokens_computed: int = 0
-    prompt_tokens_queried: int = 0
-    prompt_tokens_cached: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    finished: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Share of the prompt tokens looked up in the prefix cache that were found; 0 before the first."""
-        return self.prompt_tokens_cached / self.prompt_tokens_queried if self.prompt_tokens_queried else 0.0
-
-
 class Engine:
     """Continuous batching over one model.
 
@@ -87,7 +63,7 @@ class Engine:
         memory: where the device's memory went.
         grammars: compiles the forms of structured outputs; for a thread that must not wait, before it calls `add_request`.
 
-    `metrics` counts finished requests. Set `trace` to have launches and requests written to a trace file.
+    `metrics` counts for Prometheus. Set `trace` to have launches and requests written to a trace file.
 
     The engine is not thread-safe: one thread calls `add_request`, `abort` and `step`.
     """
@@ -117,7 +93,9 @@ class Engine:
         self.scheduler = Scheduler(self.config, self.pool)
         self.stats = EngineStats(num_pages=num_pages - 1)
         self.trace: EngineTrace | None = None
-        self.metrics = self._make_metrics()
+        self.metrics = EngineMetrics([lane.name for lane in self.config.lanes])
+        self.metrics.watch(lambda: read_engine(self))
+        self._prefix_tokens_before = (0, 0)  # of schedulers that are gone
         self.grammars = GrammarCompiler(
             tokenizer,
             vocab_size=self.model_config.vocab_size,
@@ -261,7 +239,10 @@ class Engine:
             self._pending.append(self._dispatch(batch, now_ns))
             self.stats.launches += 1
             self.stats.peak_pages_used = max(self.stats.peak_pages_used, self.pool.num_used)
-            self.stats.prompt_tokens_queried, self.stats.prompt_tokens_cached = self.scheduler.prefix_tokens
+            queried, cached = self.scheduler.prefix_tokens
+            self.stats.prompt_tokens_queried = self._prefix_tokens_before[0] + queried
+            self.stats.prompt_tokens_cached = self._prefix_tokens_before[1] + cached
+            self.metrics.launched(batch.num_tokens, batch.num_steps)
         if self._pending and (batch is None or len(self._pending) > LAUNCHES_AHEAD):
             self._read_oldest()
             if not self._live and not self._pending:
@@ -273,11 +254,15 @@ class Engine:
     def _dispatch(self, batch: ScheduledBatch, scheduled_ns: int) -> PendingStep:
         for request in batch.preempted:
             self._owners[request].timeline.left_row(scheduled_ns)
+        self.stats.preemptions += len(batch.preempted)
         made_ns = time.monotonic_ns()
         new: list[RequestTimeline] = []
         if batch.kind == "extend":
             new = [self._owners[row.request].timeline for row in batch.rows if row.is_new]
-            self.stats.prompt_tokens_computed += sum(len(row.token_ids) for row in batch.rows)
+            for row in batch.rows:
+                self.stats.prompt_tokens_computed += len(row.token_ids)
+                if row.request.num_preemptions:
+                    self.stats.tokens_recomputed += len(row.token_ids)
         for timeline in new:
             timeline.scheduled(scheduled_ns)
         try:
@@ -318,6 +303,7 @@ class Engine:
 
     def _process(self, output: StepOutput, now_ns: int) -> list[RequestOutput]:
         changed: dict[LiveRequest, None] = {}
+        gaps: dict[tuple[int, int], int] = {}  # (time of the tokens before, tokens of one row) -> tokens of all such rows
         updates = self.scheduler.update(output)
         follow(self.grammars, updates, self._owners)
         for result in updates:
@@ -327,14 +313,20 @@ class Engine:
             if request.stepwise and result.tokens and reason in (None, "length"):
                 reason = live.keep_to_form(request)
             changed[live] = None
-            if result.tokens:
-                live.timeline.tokens(len(result.tokens), now_ns)
+            if count := len(result.tokens):
+                timeline = live.timeline
+                if timeline.first_token_ns is None:
+                    self.metrics.first_token(self._lane_of(live), (now_ns - timeline.arrival_ns) * 1e-9)
+                if (before_ns := timeline.tokens(count, now_ns)) is not None:
+                    gaps[before_ns, count] = gaps.get((before_ns, count), 0) + count
             if reason is None:
                 continue
             live.timeline.left_row(now_ns)
             del self._owners[request]
             if reason != request.finish_reason:
                 self.scheduler.finish(request, reason)  # what only the text knows: a stop string, a NaN in the scores
+        for (before_ns, count), tokens in gaps.items():
+            self.metrics.between_tokens.add((now_ns - before_ns) * 1e-9 / count, tokens)
         outputs = []
         for live in changed:
             one = live.output()
@@ -346,18 +338,21 @@ class Engine:
     def _finish(self, live: LiveRequest, last: RequestOutput, ended_ns: int) -> RequestOutput:
         """Count a request that has ended at `ended_ns`, whatever ended it, and forget it; its last output gets the timings."""
         del self._live[live.request_id]
-        self.stats.preemptions += last.num_preemptions
-        self.stats.finished[str(last.outputs[0].finish_reason)] += 1
+        lane, reason, params = self._lane_of(live), str(last.outputs[0].finish_reason), live.requests[0].params
+        self.stats.finished[reason] += 1
+        self.stats.corrupted += any(choice.finish_reason == "error" for choice in last.outputs)
         live.timeline.ended(ended_ns)
         last.timings = live.timings(time.monotonic_ns())
-        lane = self.config.lanes[live.requests[0].lane].name
-        reason = str(last.outputs[0].finish_reason)
-        self.metrics.finished(last.timings, lane=lane, reason=reason)
+        longest = max(len(choice.token_ids) for choice in last.outputs)
+        self.metrics.finished(last.timings, lane=lane, reason=reason, n=params.n, max_tokens=params.max_tokens, longest=longest)
         if self.trace is not None:
             self.trace.finished(live.timeline, last, lane=lane, reason=reason)
         return last
 
     # -- the rest
+
+    def _lane_of(self, live: LiveRequest) -> str:
+        return self.config.lanes[live.requests[0].lane].name
 
     @property
     def programs(self) -> list[Program]:
@@ -386,8 +381,8 @@ class Engine:
         return found
 
     def set_policy(self, **policy: Any) -> None:
-        """Schedule by other rules from now on (`POLICIES`), with the same programs, buckets and pages, an empty prefix
-        cache and new `metrics`.
+        """Schedule by other rules from now on (`POLICIES`), with the same programs, buckets and pages, and an empty
+        prefix cache. What was counted stays.
 
         Raises `EngineError` while something runs, `ConfigError` for any other field of `EngineConfig`.
         """
@@ -399,12 +394,8 @@ class Engine:
         self.config = dataclasses.replace(self.config, **policy)
         self.pool.forget_all()
         self.scheduler = Scheduler(self.config, self.pool)
-        self.metrics = self._make_metrics()
-
-    def _make_metrics(self) -> EngineMetrics:
-        metrics = EngineMetrics([lane.name for lane in self.config.lanes])
-        metrics.watch_waiting(lambda: self.scheduler.waiting_by_lane)
-        return metrics
+        self.metrics.add_lanes([lane.name for lane in self.config.lanes])
+        self._prefix_tokens_before = (self.stats.prompt_tokens_queried, self.stats.prompt_tokens_cached)
 
     def update_params(self, params: Any) -> None:
         """Swap the weights between two steps, e.g. after a training update. Same tree, shapes and dtypes; they are

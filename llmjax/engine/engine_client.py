@@ -76,6 +76,13 @@ class EngineClient(abc.ABC):
         """The engine's series in Prometheus' text format, and those of `own`, summed over all clients of the engine."""
 
     @abc.abstractmethod
+    async def snapshot(self) -> dict[str, Any]:
+        """What the engine holds between two steps, fit for `json.dumps`; see `picture_json`. Also while it drains.
+
+        Waits while the engine is stuck. Raises `EngineError` when it is gone, `UnavailableError` while there is none.
+        """
+
+    @abc.abstractmethod
     async def _submit(self, text: str | None, ids: Sequence[int], params: SamplingParams, ask: Ask) -> RequestStream:
         """Queue a prompt; returns when the engine has taken it."""
 

@@ -190,7 +190,7 @@ class _Client:
                     self.series = rest[0]
                 case "ready":
                     self.ready = True
-                case "metrics" | "abort":
+                case "metrics" | "abort" | "snapshot":
                     task = asyncio.create_task(self._answer(what, *rest))
                     self._asking.add(task)
                     task.add_done_callback(self._asking.discard)
@@ -223,6 +223,8 @@ class _Client:
             if what == "metrics":
                 self.series = argument
                 self._answers.append((question, await self._owner.metrics()))
+            elif what == "snapshot":
+                self._answers.append((question, await self._engine.snapshot()))
             else:
                 self._answers.append((question, await self._engine.abort_group(argument)))
         except Exception as error:  # told to whoever asked

@@ -1,37 +1,38 @@
-"""`EngineState`: gauges and counters of an engine that runs, read when they are asked for.
+"""`EngineState`: whether an engine takes requests, and how many it has, read when they are asked for.
 
-Series of finished requests (times, tokens, reasons) are `telemetry/metrics.py`'s.
+What it has done and holds is told by `telemetry/metrics.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from llmjax.telemetry.metrics import PREFIX
 
 if TYPE_CHECKING:
     from llmjax.engine.async_engine import AsyncEngine
 
 
 class EngineState(Collector):
-    """Numbers of one moment, but not of one step."""
+    """Numbers of one moment, with `labels` on each. Time counts from when this is made."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, labels: Mapping[str, str]) -> None:
         self._engine = engine
+        self._labels = labels
+        self._started = time.time()
 
     def collect(self) -> Iterable[Metric]:
         """See prometheus_client."""
-        engine = self._engine.engine
-        health = GaugeMetricFamily("llmjax_engine_ready", "1 while requests are taken.")
-        health.add_metric([], float(self._engine.health.ready))
-        yield health
-        yield GaugeMetricFamily("llmjax_open_requests", "Prompts under way, unread output included.", self._engine.num_open)
-        yield GaugeMetricFamily("llmjax_requests_running", "Choices with a row of the batch.", engine.scheduler.num_running)
-        yield GaugeMetricFamily("llmjax_kv_pages", "Pages of the pool.", engine.stats.num_pages)
-        yield GaugeMetricFamily("llmjax_kv_pages_used", "Pages in use.", engine.pool.num_used)
-        yield CounterMetricFamily("llmjax_launches", "Launches of the device.", engine.stats.launches)
-        yield CounterMetricFamily(
-            "llmjax_sampled_tokens", "Tokens sampled, of unfinished requests too.", engine.stats.output_tokens
-        )
+        for name, text, value in (
+            ("engine_ready", "1 while requests are taken.", float(self._engine.health.ready)),
+            ("open_requests", "Prompts under way, unread output included.", float(self._engine.num_open)),
+            ("engine_start_time_seconds", "When the engine was started, in Unix time; changes are restarts.", self._started),
+        ):
+            family = GaugeMetricFamily(PREFIX + name, text, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), value)
+            yield family

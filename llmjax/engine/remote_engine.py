@@ -199,8 +199,12 @@ class RemoteEngine(EngineClient):
             assert isinstance(answer, bytes)
             return answer
         none = CollectorRegistry()
-        Gauge("llmjax_engine_ready", "1 while requests are taken.", registry=none)
+        Gauge("llmjax:engine_ready", "1 while requests are taken.", registry=none)
         return b"".join(map(generate_latest, (*own, none)))
+
+    async def snapshot(self) -> dict[str, Any]:
+        """See `EngineClient`."""
+        return dict(await self._question("snapshot", None))
 
     async def _question(self, what: str, argument: Any) -> Any:
         if self._writer is None:

@@ -53,6 +53,8 @@ class Lanes:
         self._chunk_turns = [0] * len(configs)
         self._next_ticket = 0
         self._lengths = OutputLengths()
+        self.num_preempted = 0
+        """Waiting requests that had a row before."""
 
     def __len__(self) -> int:
         """Waiting requests."""
@@ -101,11 +103,13 @@ class Lanes:
         if not lane.waiting:
             lane.waits_since = now
         lane.waiting.add(request)
+        self.num_preempted += 1
 
     def remove(self, request: Request) -> None:
         """A waiting request has ended."""
         lane = self._lanes[request.lane]
         lane.waiting.remove(request)
+        self.num_preempted -= request.state is RequestState.PREEMPTED
         if not lane.waiting:
             lane.deficit = 0
 
@@ -149,6 +153,7 @@ class Lanes:
         lane = self._lanes[request.lane]
         assert lane.waiting.first is request
         lane.waiting.remove(request)
+        self.num_preempted -= request.state is RequestState.PREEMPTED
         lane.waits_since = now
         alone = all(other is lane or not other.waiting for other in self._lanes)
         floor = 0 if alone else -QUANTUM * lane.config.weight
@@ -211,6 +216,7 @@ class Lanes:
 
     def check_integrity(self) -> None:
         """Assert that every request is in its own lane once, in order, and that no lane owes more than a round."""
+        assert self.num_preempted == sum(request.state is RequestState.PREEMPTED for request in self)
         for index, lane in enumerate(self._lanes):
             waiting = list(lane.waiting)
             assert all(request.lane == index for request in waiting)

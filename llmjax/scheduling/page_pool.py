@@ -60,6 +60,15 @@ class PagePool:
         """Free pages whose content can still be found."""
         return len(self._kept)
 
+    @property
+    def num_shared(self) -> int:
+        """Pages that several hold."""
+        return self.num_pages - self._holders.count(0) - self._holders.count(1)
+
+    def uses(self) -> tuple[list[int], list[int]]:
+        """How often each page is held, by number, and the numbers of those whose content can be found. For a person to see."""
+        return list(self._holders), list(self._key_of)
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens from the start of a page on."""
         return -(-num_tokens // self.page_size)

@@ -98,6 +98,16 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def running(self) -> list[Request]:
+        """Them, as they were let in. May be read from any thread, as `num_preempted` and `waiting_by_lane` may."""
+        return list(self._running)
+
+    @property
+    def num_preempted(self) -> int:
+        """Waiting requests that had a row before."""
+        return self._lanes.num_preempted
+
+    @property
     def waiting_by_lane(self) -> dict[str, int]:
         """The same by the name of the lane."""
         return self._lanes.counts()

@@ -25,6 +25,7 @@ from starlette.routing import Route
 from llmjax.engine.engine_client import EngineClient
 from llmjax.errors import LlmjaxError, RequestError
 from llmjax.server.config import ServerConfig
+from llmjax.server.dashboard_routes import dashboard_routes
 from llmjax.server.exchange import read_body
 from llmjax.server.generation import Generation
 from llmjax.server.http_errors import UNAVAILABLE_RETRY_AFTER, HttpError, error_response
@@ -51,6 +52,7 @@ def create_app(engine: EngineClient, config: ServerConfig, *, registries: Sequen
         Route("/v1/completions", Generation(service, "completions"), methods=["POST"]),
         Route("/v1/chat/completions", Generation(service, "chat"), methods=["POST"]),
         *_Routes(service, registries).all(),
+        *dashboard_routes(service),
     ]
     middleware = [Middleware(Accounts, service=service, routes=[route.path for route in routes])]
     if config.cors_origins:
@@ -76,6 +78,7 @@ def create_app(engine: EngineClient, config: ServerConfig, *, registries: Sequen
             what = {404: "there is nothing at", 405: f"{request.method} does not work on"}.get(error.status_code, "cannot serve")
             code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
             error = HttpError(error.status_code, f"{what} {request.url.path}", code=code, headers=error.headers)
+        service.errors.add(request.scope["state"]["request_id"], error)
         return error_response(error, engine.retry_after())
 
     app = Starlette(

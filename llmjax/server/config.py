@@ -22,6 +22,7 @@ class ServerConfig:
         max_body_bytes: of a request; more is answered with 413.
         keep_alive: seconds of silence after which a stream gets a comment, and after which its headers are sent.
         send_timeout: seconds that a client may take to accept what was sent; then it is dropped and its request aborted.
+        log_prompts: have texts of prompts and outputs in the log, where it is one of JSON objects.
         cors_origins: web pages that may call the server; "*" is all, empty none.
         tool_parser: how the model writes calls of functions: "hermes", "llama", "auto" for what its chat template teaches, or
             "none" to hand its text on as it is.
@@ -33,6 +34,7 @@ class ServerConfig:
     max_body_bytes: int = 4 * 2**20
     keep_alive: float = 5.0
     send_timeout: float = 60.0
+    log_prompts: bool = False
     cors_origins: tuple[str, ...] = ()
     tool_parser: ToolParserName = "auto"
 

@@ -11,6 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from llmjax.server.http_errors import HttpError
 
+CLIENT_LEFT = 499  # in counts and logs; nobody is there to be told
+
 
 class SlowReaderError(Exception):
     """The client did not take in time what was sent."""
@@ -30,7 +32,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise HttpError(499, "the client left", code="client_left")
+            raise HttpError(CLIENT_LEFT, "the client left", code="client_left")
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
         if size > limit:

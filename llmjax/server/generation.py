@@ -20,9 +20,10 @@ from starlette.types import Receive, Scope, Send
 from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.request_stream import RequestStream
 from llmjax.errors import LlmjaxError, QueueTimeoutError, RequestError
-from llmjax.server.exchange import EventSender, SlowReaderError, read_body, while_connected
+from llmjax.server.exchange import CLIENT_LEFT, EventSender, SlowReaderError, read_body, while_connected
 from llmjax.server.http_errors import HttpError, error_object, error_response
 from llmjax.server.protocol import ApiRequest, Endpoint
+from llmjax.server.request_log import answer_fields
 from llmjax.server.responses import response_body
 from llmjax.server.service import Service
 from llmjax.server.streaming import KEEP_ALIVE, EventWriter, error_event
@@ -42,6 +43,8 @@ class Generation:
         try:
             data = await read_body(scope, receive, self._service.config.max_body_bytes)
         except HttpError as error:
+            if error.status != CLIENT_LEFT:
+                self._service.errors.add(scope["state"]["request_id"], error)
             await error_response(error, 0)(scope, receive, send)
             return
         # A request is there when its last byte is: how slowly it was sent is not the queue's time.
@@ -50,26 +53,28 @@ class Generation:
     async def _answer(self, data: bytes, arrival_ns: int, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         events: EventSender | None = None
+        outputs: dict[int, RequestOutput] = {}
+        response_id = scope["state"]["request_id"]
         try:
             request, ignored = service.read_request(self._endpoint, data)
             model = service.model(request.model)
             headers = {"x-llmjax-warning": f"unknown fields ignored: {', '.join(ignored)}"} if ignored else {}
             if request.stream:
                 events = EventSender(send, service.config.send_timeout, headers)
-            response_id = scope["state"]["request_id"]
             wake = asyncio.Event()
             with service.answering(response_id, max(1, len(request.prompts))) as ids:
                 streams = await self._submit(request, ids, group=response_id, arrival_ns=arrival_ns, wake=wake)
                 try:
                     if events is not None:
-                        await self._stream(request, streams, wake, events, response_id, model)
+                        await self._stream(request, streams, wake, events, response_id, model, outputs)
                         return
-                    outputs: dict[int, RequestOutput] = {}
                     async for news in _read_together(streams, wake, None):
                         outputs.update(news)
                 finally:
                     for stream in streams:
                         stream.close()
+                    told = answer_fields(request, outputs.values(), prompts=service.config.log_prompts)
+                    scope["state"]["answer"] = {"model": model, **told}
             body = response_body(
                 request,
                 [outputs[index] for index in range(len(streams))],
@@ -84,6 +89,7 @@ class Generation:
             log.warning("a client took nothing for %g s: its stream was dropped", service.config.send_timeout)
             return
         except Exception as error:
+            service.errors.add(response_id, error)
             if events is not None and events.started:
                 if not isinstance(error, LlmjaxError):
                     log.error("a stream failed", exc_info=error)
@@ -127,9 +133,11 @@ class Generation:
         events: EventSender,
         response_id: str,
         model: str,
+        outputs: dict[int, RequestOutput],
     ) -> None:
         writer = EventWriter(request, response_id=response_id, model=model, created=int(time.time()), decode=self._service.decode)
         async for news in _read_together(streams, wake, self._service.config.keep_alive):
+            outputs.update(news)
             data = b"".join(writer.events(index, output) for index, output in news)
             if data or not news:
                 await events.send(data or KEEP_ALIVE)

@@ -45,15 +45,19 @@ def error_object(error: Exception) -> dict[str, Any]:
     return error_body(error if isinstance(error, LlmjaxError) else LlmjaxError("internal error; the server's log says more"))
 
 
+def status_of(error: Exception) -> int:
+    """The HTTP status of an error."""
+    if isinstance(error, HttpError):
+        return error.status
+    if isinstance(error, UnavailableError | EngineError):
+        return 503
+    return error_status(error) if isinstance(error, LlmjaxError) else 500
+
+
 def error_response(error: Exception, retry_after: int) -> JSONResponse:
     """The whole answer. `retry_after` is for a full queue: whole seconds."""
-    headers: dict[str, str] = {}
-    if isinstance(error, HttpError):
-        status, headers = error.status, error.headers
-    elif isinstance(error, UnavailableError | EngineError):
-        status = 503
-    else:
-        status = error_status(error) if isinstance(error, LlmjaxError) else 500
+    headers = dict(error.headers) if isinstance(error, HttpError) else {}
+    status = status_of(error)
     if isinstance(error, QueueFullError | QueueTimeoutError):
         headers["retry-after"] = str(retry_after)
     elif status == 503:

@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from llmjax.server.dashboard_routes import SHELL
+from llmjax.server.exchange import CLIENT_LEFT
 from llmjax.server.http_errors import HttpError, error_response
+from llmjax.server.request_log import line
 from llmjax.server.service import Service
 
 log = logging.getLogger(__name__)
 
 PROBES = frozenset({"/livez", "/readyz", "/health"})
-_CLIENT_LEFT = 499
+_OPEN = PROBES | SHELL
 
 
 class Accounts:
@@ -40,17 +43,25 @@ class Accounts:
         request_id = self._service.new_id(Headers(scope=scope).get("x-request-id"))
         scope.setdefault("state", {})["request_id"] = request_id
         status, complete = 0, False
+        read = sent = 0
+
+        async def counted_receive() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            return message
 
         async def counted(message: Message) -> None:
-            nonlocal status, complete
+            nonlocal status, complete, sent
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
+            sent += len(message.get("body", b""))
             complete = complete or (message["type"] == "http.response.body" and not message.get("more_body", False))
 
         try:
-            await self._app(scope, receive, counted)
+            await self._app(scope, counted_receive, counted)
         except Exception:
             status, complete = status or 500, True  # answered further out
             raise
@@ -58,17 +69,22 @@ class Accounts:
             path = route_path(scope)
             route = path if path in self._routes else "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
             seconds = time.monotonic() - started
-            shown = status if complete else _CLIENT_LEFT
+            shown = status if complete else CLIENT_LEFT
             metrics = self._service.metrics
             method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
             metrics.requests.labels(route, method, shown).inc()
             metrics.seconds.labels(route).observe(seconds)
+            metrics.request_bytes.labels(route).observe(read)
+            metrics.response_bytes.labels(route).observe(sent)
             if path not in PROBES:
-                log.info("%s %s %s %d %.3f s", request_id, method, route, shown, seconds)
+                client = (scope.get("client") or ("unknown",))[0]
+                fields = {"id": request_id, "client": client, "method": method, "route": route, "status": shown}
+                fields |= {"seconds": round(seconds, 6), **scope["state"].get("answer", {})}
+                log.info("%s", line(fields), extra={"event": "request", "fields": fields})
 
 
 class ApiKeys:
-    """Refuses every route but the probes to whoever does not send one of the keys as a bearer token."""
+    """Refuses every route but the probes and the dashboard's empty page to whoever sends none of the keys as a bearer token."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -76,7 +92,7 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] == "http" and route_path(scope) not in PROBES and not self._opens(Headers(scope=scope)):
+        if scope["type"] == "http" and route_path(scope) not in _OPEN and not self._opens(Headers(scope=scope)):
             error = HttpError(
                 401,
                 "a valid API key is needed: send it as 'Authorization: Bearer KEY'",

@@ -17,6 +17,7 @@ from llmjax.server.config import ServerConfig
 from llmjax.server.http_errors import HttpError
 from llmjax.server.metrics import ServerMetrics
 from llmjax.server.protocol import ApiRequest, Endpoint, parse_request, unknown_fields
+from llmjax.server.recent_errors import RecentErrors
 from llmjax.server.strict_json import kind, load_json, printable
 from llmjax.server.tool_support import with_tools
 
@@ -31,7 +32,8 @@ class Service:
         self.engine = engine
         self.config = config
         self.created = int(time.time())
-        self.metrics = ServerMetrics()
+        self.metrics = ServerMetrics(config.served_names[0])
+        self.errors = RecentErrors()
         self._active: collections.Counter[str] = collections.Counter()  # ids of answers under way
         self._numbers = itertools.count()
 

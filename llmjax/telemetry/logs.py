@@ -12,17 +12,22 @@ from typing import Literal, TextIO
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a record: `time` (seconds since the epoch), `event` "log", level, logger, message, traceback."""
+    """One JSON object a record: `time` (seconds since the epoch), `event`, level, logger, message, traceback.
+
+    The event is "log", unless the record says another (`extra={"event": …, "fields": {…}}`): then the fields follow, and say
+    all that the message does.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line."""
         fields = {
             "time": round(record.created, 3),
-            "event": "log",
+            "event": getattr(record, "event", "log"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
         }
+        extra = getattr(record, "fields", None)
+        fields |= {"message": record.getMessage()} if extra is None else extra
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False, default=str)

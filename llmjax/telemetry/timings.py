@@ -32,6 +32,7 @@ class Timings:
 
     Attributes:
         ingress_ns, queue_ns, batch_ns, compute_ns, egress_ns: the segments; their sum is `total_ns`.
+        row_ns: from arrival to the row in which the first token was made, or would have been; None if it never had one.
         first_token_ns: from arrival to the first token on the host; None without a token.
         last_token_ns: from arrival to the last token on the host; None without a token.
         first_tokens: tokens that came with the first one: a launch of K steps brings up to K for each choice.
@@ -49,6 +50,7 @@ class Timings:
     batch_ns: int
     compute_ns: int
     egress_ns: int
+    row_ns: int | None = None
     first_token_ns: int | None = None
     last_token_ns: int | None = None
     first_tokens: int = 0
@@ -74,6 +76,23 @@ class Timings:
         return float(getattr(self, f"{segment}_ns")) * 1e-9
 
     @property
+    def until_row_ns(self) -> int:
+        """From being queued to the row in which the first token was made. Without a row: all the time it waited."""
+        return self.queue_ns if self.row_ns is None else self.row_ns - self.ingress_ns
+
+    @property
+    def prefill_ns(self) -> int:
+        """From that row to the first token, or to the end of a request without one."""
+        if self.row_ns is None:
+            return 0
+        return (self.total_ns - self.egress_ns if self.first_token_ns is None else self.first_token_ns) - self.row_ns
+
+    @property
+    def decode_ns(self) -> int:
+        """From the first token to the last; preemptions in between count."""
+        return 0 if self.first_token_ns is None or self.last_token_ns is None else self.last_token_ns - self.first_token_ns
+
+    @property
     def time_per_output_token(self) -> float | None:
         """Seconds a token, the first launch's left out: (last token - first token) / (tokens - those of the first launch).
 
@@ -91,17 +110,32 @@ class RequestTimeline:
     A prompt with n choices is one request here. It waits while no unfinished choice has a row.
     """
 
-    __slots__ = ("_arrival", "_first_token", "_first_tokens", "_last_token", "_rows", "_segment", "_since", "_spent", "marks")
+    __slots__ = (
+        "_before_last",
+        "_first_tokens",
+        "_last_token",
+        "_row",
+        "_rows",
+        "_segment",
+        "_since",
+        "_spent",
+        "arrival_ns",
+        "first_token_ns",
+        "marks",
+    )
 
     def __init__(self, arrival_ns: int) -> None:
-        self._arrival = self._since = arrival_ns
+        self.arrival_ns = self._since = arrival_ns
         self._segment: Segment = "ingress"
         self._spent: dict[Segment, int] = dict.fromkeys(SEGMENTS, 0)
         self.marks: list[tuple[Segment, int]] = [("ingress", arrival_ns)]
         """The segments so far, and when each began."""
+        self.first_token_ns: int | None = None
+        """When the first token was on the host."""
         self._rows = 0
-        self._first_token: int | None = None
+        self._row: int | None = None
         self._last_token: int | None = None
+        self._before_last: int | None = None  # of the launch before that of the last token
         self._first_tokens = 0
 
     def enqueued(self, now_ns: int) -> None:
@@ -113,6 +147,8 @@ class RequestTimeline:
         self._rows += 1
         if self._segment == "queue":
             self._enter("batch", now_ns)
+            if self.first_token_ns is None:
+                self._row = now_ns
 
     def dispatched(self, now_ns: int) -> None:
         """A launch that a choice is new in has been handed to the device."""
@@ -125,13 +161,18 @@ class RequestTimeline:
         if self._rows == 0:
             self._enter("queue", now_ns)
 
-    def tokens(self, count: int, now_ns: int) -> None:
-        """`count` new tokens of a choice are on the host; those of one launch have one `now_ns`."""
-        self._last_token = now_ns
-        if self._first_token is None:
-            self._first_token = now_ns
-        if self._first_token == now_ns:
+    def tokens(self, count: int, now_ns: int) -> int | None:
+        """`count` new tokens of a choice are on the host; those of one launch have one `now_ns`.
+
+        Returns when those before them were (of any choice, of an earlier launch), None for the first ones.
+        """
+        if self.first_token_ns is None:
+            self.first_token_ns = now_ns
+        if self._last_token != now_ns:
+            self._before_last, self._last_token = self._last_token, now_ns
+        if self.first_token_ns == now_ns:
             self._first_tokens += count
+        return self._before_last
 
     def ended(self, now_ns: int) -> None:
         """Every choice has ended."""
@@ -152,10 +193,11 @@ class RequestTimeline:
         assert self._segment == "egress"
         self._leave(now_ns)
         return Timings(
-            arrival_ns=self._arrival,
+            arrival_ns=self.arrival_ns,
             **{f"{segment}_ns": spent for segment, spent in self._spent.items()},
-            first_token_ns=None if self._first_token is None else self._first_token - self._arrival,
-            last_token_ns=None if self._last_token is None else self._last_token - self._arrival,
+            row_ns=None if self._row is None else self._row - self.arrival_ns,
+            first_token_ns=None if self.first_token_ns is None else self.first_token_ns - self.arrival_ns,
+            last_token_ns=None if self._last_token is None else self._last_token - self.arrival_ns,
             first_tokens=self._first_tokens,
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,

@@ -180,7 +180,7 @@ def test_what_is_wrong_comes_back_and_harms_nobody() -> None:
             full = [one for one in results if isinstance(one, QueueFullError)]
             assert len(full) == 1
             assert full[0].lane == "any"
-            assert fake.metrics.registry.get_sample_value("llmjax_queue_full_total", {"lane": "any"}) == 1
+            assert fake.metrics.registry.get_sample_value("llmjax:queue_full_total", {"lane": "any"}) == 1
             assert far.retry_after() >= 1
             assert [output async for output in neighbour][-1].outputs[0].text == "ok" * 150
 
@@ -272,7 +272,7 @@ def test_clients_share_ids_groups_and_counts() -> None:
 
             async def tries() -> str:
                 lines = (await other.metrics([own[1]])).decode().splitlines()
-                assert "llmjax_engine_ready 1.0" in lines
+                assert 'llmjax:engine_ready{model_name="model"} 1.0' in lines
                 return next(line for line in lines if line.startswith("llmjax_tried_total"))
 
             async def all_counted() -> None:
@@ -314,7 +314,7 @@ def test_an_engine_that_goes_ends_streams_and_another_one_is_used_after_it() -> 
         assert far.health.state == "starting"
         with pytest.raises(UnavailableError):
             await far.submit("a", LONG)
-        assert b"llmjax_engine_ready 0.0" in await far.metrics([])
+        assert b"llmjax:engine_ready 0.0" in await far.metrics([])
         async with serving(SteppingEngine()) as (_, clients):
             _, connection = await connect(clients, far)
             stream = await far.submit("a", LONG)

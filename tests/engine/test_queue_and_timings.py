@@ -170,11 +170,11 @@ def test_a_full_lane_refuses_at_once_and_offline_generation_waits(engine: Engine
         engine.step()
     engine.add_request([1] * 3, params(3))
     assert engine.scheduler.waiting_by_lane == {"short": 3, "long": 0}
-    refused = read("llmjax_queue_full_total", {"lane": "short"})
+    refused = read("llmjax:queue_full_total", {"lane": "short"})
     with pytest.raises(QueueFullError, match="wait in lane 'short'"):
         engine.add_request([1] * 3, params(3), request_id="again")
-    assert read("llmjax_queue_full_total", {"lane": "short"}) == refused + 1  # type: ignore[operator]
-    assert read("llmjax_requests_waiting", {"lane": "short"}) == 3
+    assert read("llmjax:queue_full_total", {"lane": "short"}) == refused + 1  # type: ignore[operator]
+    assert read("llmjax:num_requests_waiting", {"lane": "short"}) == 3
     finish(engine)
     engine.add_request([1] * 3, params(3), request_id="again")
     finish(engine)
@@ -200,8 +200,12 @@ def test_b31_aborts_and_refusals_are_counted_like_all_other_ends(engine: Engine,
 
     def totals() -> list[float]:
         reasons = ("length", "stop", "abort", "timeout", "error")
-        ended = [read("llmjax_requests_total", {"lane": lane, "reason": r}) or 0 for lane in ("short", "long") for r in reasons]
-        counted = [read("llmjax_request_seconds_count", {"lane": lane}) or 0 for lane in ("short", "long")]
+        ended = [
+            read("llmjax:request_success_total", {"lane": lane, "finished_reason": r}) or 0
+            for lane in ("short", "long")
+            for r in reasons
+        ]
+        counted = [read("llmjax:e2e_request_latency_seconds_count", {"lane": lane}) or 0 for lane in ("short", "long")]
         return [sum(ended), sum(counted), float(sum(engine.stats.finished.values()))]
 
     before = totals()

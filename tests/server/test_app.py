@@ -14,6 +14,8 @@ from starlette.routing import Mount
 
 from llmjax.errors import ConfigError
 from llmjax.server.config import ServerConfig
+from llmjax.server.dashboard_routes import SHELL
+from llmjax.server.middleware import PROBES
 
 CHAT = {"messages": [{"role": "user", "content": "hé"}]}
 ASK: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": "hé"}, "/v1/chat/completions": CHAT}
@@ -243,13 +245,14 @@ def test_probes_version_metrics_and_the_api_description(served: Served) -> None:
     served.post("/v1/completions", {"prompt": "a", "max_tokens": 2, "ignore_eos": True})
     served.post("/v1/completions", {"prompt": ""})
     lines = served.get("/metrics").text.splitlines()
-    assert 'llmjax_http_requests_total{method="POST",route="/v1/completions",status="200"} 1.0' in lines
-    assert 'llmjax_http_requests_total{method="POST",route="/v1/completions",status="400"} 1.0' in lines
-    assert "llmjax_engine_ready 1.0" in lines
-    assert "llmjax_open_requests 0.0" in lines
-    assert f"llmjax_kv_pages {float(served.engine.engine.stats.num_pages)}" in lines
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="200"} 1.0' in lines
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="400"} 1.0' in lines
+    assert 'llmjax:engine_ready{model_name="tiny"} 1.0' in lines
+    assert 'llmjax:open_requests{model_name="tiny"} 0.0' in lines
+    assert f'num_pages="{served.engine.engine.stats.num_pages}"' in next(line for line in lines if "cache_config_info{" in line)
     document = served.get("/openapi.json").json()
-    assert {route.path.replace("{id:path}", "{id}") for route in served.app.routes} == set(document["paths"])
+    paths = {route.path.replace("{id:path}", "{id}") for route in served.app.routes}
+    assert {path for path in paths if not path.startswith("/dashboard")} == set(document["paths"])
     fields = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert {"messages", "temperature", "top_k", "stream_options"} <= fields["properties"].keys()
 
@@ -258,7 +261,7 @@ def test_a_key_opens_every_route_but_the_probes_which_need_none(served: Served) 
     locked = served.with_options(api_keys=("first", "second"))
     for route in locked.app.routes:
         path, method = route.path.replace("{id:path}", "tiny"), "POST" if "POST" in route.methods else "GET"
-        expected = 200 if path in ("/livez", "/readyz", "/health") else 401
+        expected = 200 if path in PROBES | SHELL else 401
         assert run(locked.request(method, path, {})).status_code == expected, path
     assert locked.get("/nope").status_code == 401
     for header in ("", "Bearer", "Bearer ", "Bearer third", "Basic first", "first", "Bearer fir", "Bearer \u00e9"):

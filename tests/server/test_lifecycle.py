@@ -160,7 +160,7 @@ def test_a_full_queue_is_429_at_once_and_harms_nobody() -> None:
         assert 1 <= int(headers[b"retry-after"]) <= 60
         assert error_of(refused)["code"] == "queue_full"
         assert served.engine.num_open == 0
-        refusals = held.metrics.registry.get_sample_value("llmjax_queue_full_total", {"lane": "any"})
+        refusals = held.metrics.registry.get_sample_value("llmjax:queue_full_total", {"lane": "any"})
         assert refusals is not None
         assert refusals > statuses.count(429), "every prompt of the batch that was refused counts too"
         for wrong, param in (({"prompt": ["a"] * 6}, "prompt"), ({"prompt": "a", "n": 6}, "n")):

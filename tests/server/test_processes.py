@@ -81,12 +81,12 @@ class Service:
 
     def answers(self, route: str) -> int:
         """Answers on a route, of all workers."""
-        lines = [line for line in self.series("llmjax_http_requests_total") if f'route="{route}"' in line]
+        lines = [line for line in self.series("http_requests_total") if f'handler="{route}"' in line]
         return sum(int(float(line.split()[1])) for line in lines)
 
     def open_requests(self) -> int:
         """Requests under way, of all workers."""
-        (line,) = self.series("llmjax_open_requests")
+        (line,) = self.series("llmjax:open_requests")
         return int(float(line.split()[1]))
 
     def complete(self, **body: Any) -> str:

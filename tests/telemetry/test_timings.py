@@ -1,4 +1,4 @@
-"""The five segments share a request's life out exactly, whatever happens to it; metrics count what they are told."""
+"""The five segments share a request's life out exactly, whatever happens to it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmjax.telemetry.metrics import EngineMetrics
 from llmjax.telemetry.timings import SEGMENTS, RequestTimeline, Timings
 
 NONE = {"prompt_tokens": 0, "cached_tokens": 0, "output_tokens": 0, "preemptions": 0, "chunks": 0, "steps": 0}
@@ -109,38 +108,3 @@ def test_b81_tokens_that_come_together_are_counted_as_tokens() -> None:
     alone = finished(output_tokens=3, first_tokens=3)
     assert alone.time_per_output_token is None
     assert finished(first_token_ns=None, last_token_ns=None, output_tokens=0).time_per_output_token is None
-
-
-def test_b31_every_series_counts_every_finished_request() -> None:
-    metrics = EngineMetrics(("short", "long"))
-    read = metrics.registry.get_sample_value
-    metrics.watch_waiting(lambda: {"short": 4, "long": 1})
-    for reason in ("stop", "length", "abort", "abort", "timeout", "error"):
-        metrics.finished(finished(), lane="short", reason=reason)
-    metrics.finished(finished(first_token_ns=None, last_token_ns=None, output_tokens=0), lane="long", reason="abort")
-    metrics.refused("long")
-    total = 0.0
-    for family in metrics.registry.collect():
-        if family.name == "llmjax_requests":
-            total = sum(sample.value for sample in family.samples if sample.name.endswith("_total"))
-    assert total == 7
-    for name in ("request_seconds", "request_chunks", "request_steps"):
-        counts = [read(f"llmjax_{name}_count", {"lane": lane}) for lane in ("short", "long")]
-        assert counts == [6, 1], name
-    for segment in SEGMENTS:
-        assert read("llmjax_request_segment_seconds_count", {"lane": "short", "segment": segment}) == 6
-    assert read("llmjax_time_to_first_token_seconds_count", {"lane": "long"}) == 0  # it has no token
-    assert read("llmjax_requests_total", {"lane": "short", "reason": "abort"}) == 2
-    assert read("llmjax_prompt_tokens_total", {"lane": "short"}) == 54
-    assert read("llmjax_preemptions_total", {"lane": "short"}) == 6
-    assert read("llmjax_queue_full_total", {"lane": "long"}) == 1
-    assert read("llmjax_requests_waiting", {"lane": "short"}) == 4
-    assert read("llmjax_requests_waiting", {"lane": "long"}) == 1
-    seconds = [read("llmjax_request_segment_seconds_sum", {"lane": "short", "segment": name}) for name in SEGMENTS]
-    assert abs(sum(seconds) - read("llmjax_request_seconds_sum", {"lane": "short"})) < 1e-9
-
-
-def test_two_engines_do_not_share_numbers() -> None:
-    one, other = EngineMetrics(("all",)), EngineMetrics(("all",))
-    one.finished(finished(), lane="all", reason="stop")
-    assert other.registry.get_sample_value("llmjax_request_seconds_count", {"lane": "all"}) == 0

@@ -75,6 +75,9 @@ class ServeSection(StageSection):
     strict: bool = Field(
         False, description="Refuse unknown fields of a request; otherwise they are ignored and listed in x-llmjax-warning."
     )
+    log_prompts: bool = Field(
+        False, description="Have texts of prompts and outputs in the log, where runtime.log is json. The rest is always there."
+    )
     cors_origins: Annotated[list[str], OneOrMore] = Field(
         default_factory=list, description='Origins of web pages that may call the server; "*" is all.'
     )
@@ -127,7 +130,12 @@ def start_server(llm: Any, context: StageContext[ServeSection], keys: tuple[str,
     from llmjax.engine.async_engine import AsyncEngine
 
     section = context.config
-    engine = AsyncEngine(llm.engine, max_waiting=section.limits.waiting, watchdog=section.limits.step)
+    engine = AsyncEngine(
+        llm.engine,
+        max_waiting=section.limits.waiting,
+        watchdog=section.limits.step,
+        model_name=(section.served_name or [llm.name])[0],
+    )
     if context.front is not None:
         return context.front.serve(engine, name=llm.name, drain=section.drain)
     from llmjax.server.app import create_app
@@ -156,6 +164,7 @@ def server_options(section: ServeSection, keys: tuple[str, ...]) -> dict[str, An
         "max_body_bytes": section.limits.body,
         "keep_alive": section.keep_alive,
         "send_timeout": section.limits.send,
+        "log_prompts": section.log_prompts,
         "cors_origins": tuple(section.cors_origins),
         "tool_parser": section.tool_parser,
     }
