@@ -8,9 +8,10 @@ they are aborted at once, be they queued, in their prefill or decoding.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -20,6 +21,7 @@ from llmjax.engine.request_stream import RequestStream
 from llmjax.errors import LlmjaxError, QueueTimeoutError
 from llmjax.server.exchange import EventSender, SlowReaderError, read_body, while_connected
 from llmjax.server.http_errors import HttpError, error_object, error_response
+from llmjax.server.pace import Alarm, Pace, Wake
 from llmjax.server.protocol import ApiRequest, Endpoint
 from llmjax.server.responses import response_body
 from llmjax.server.service import Service
@@ -54,16 +56,15 @@ class Generation:
             if request.stream:
                 events = EventSender(send, service.config.send_timeout, headers)
             response_id = scope["state"]["request_id"]
-            wake = asyncio.Event()
+            wake = Wake()
             with service.answering(response_id, max(1, len(request.prompts))) as ids:
                 streams = await self._submit(request, ids, wake)
                 try:
                     if events is not None:
-                        await self._stream(request, streams, wake, events, response_id, model)
+                        async with events.watched():
+                            await self._stream(request, streams, wake, events, response_id, model)
                         return
-                    outputs: dict[int, RequestOutput] = {}
-                    async for news in _read_together(streams, wake, None):
-                        outputs.update(news)
+                    outputs = await _last_outputs(streams, wake)
                 finally:
                     for stream in streams:
                         stream.close()
@@ -84,12 +85,13 @@ class Generation:
             if events is not None and events.started:
                 if not isinstance(error, LlmjaxError):
                     log.error("a stream failed", exc_info=error)
-                await events.send(error_event(error_object(error)), last=True)
+                async with events.watched():
+                    await events.send(error_event(error_object(error)), asyncio.get_running_loop().time(), last=True)
                 return
             response = error_response(error, service.engine.retry_after())
         await response(scope, receive, send)
 
-    async def _submit(self, request: ApiRequest, ids: Sequence[str], wake: asyncio.Event) -> list[RequestStream]:
+    async def _submit(self, request: ApiRequest, ids: Sequence[str], wake: Wake) -> list[RequestStream]:
         """A stream for each prompt; either all of them are taken or none is."""
         engine = self._service.engine
         if request.endpoint == "chat":
@@ -116,46 +118,69 @@ class Generation:
         self,
         request: ApiRequest,
         streams: Sequence[RequestStream],
-        wake: asyncio.Event,
+        wake: Wake,
         events: EventSender,
         response_id: str,
         model: str,
     ) -> None:
+        """One event a step, or fewer when the stream is behind; see `Pace`. This is what costs: it runs for every token."""
         writer = EventWriter(request, response_id=response_id, model=model, created=int(time.time()), decode=self._service.decode)
-        async for news in _read_together(streams, wake, self._service.config.keep_alive):
-            data = b"".join(writer.events(index, output) for index, output in news)
-            if data or not news:
-                await events.send(data or KEEP_ALIVE)
-        await events.send(writer.end(), last=True)
+        clock = asyncio.get_running_loop().time
+        silence = Alarm(self._service.config.keep_alive, wake.ring)
+        silence.since = clock()
+        pace, running = Pace(), dict(enumerate(streams))
+        try:
+            while running:
+                await wake.wait()
+                if pace.until is not None:
+                    await _rest(streams, wake, pace.until)
+                steps = wake.take()
+                now = silence.since = clock()
+                news = _take(running, wake)
+                if data := b"".join([writer.events(index, output) for index, output in news]):
+                    pace.went(now, steps - len(news) + 1)
+                    await events.send(data, now)
+                elif not news:
+                    await events.send(KEEP_ALIVE, now)
+        finally:
+            silence.stop()
+        await events.send(writer.end(), clock(), last=True)
 
 
-async def _read_together(
-    streams: Sequence[RequestStream], wake: asyncio.Event, silence: float | None
-) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
-    """What is new in any of the streams, as pairs of its number and the output, until all have finished.
+def _take(running: dict[int, RequestStream], wake: Wake) -> list[tuple[int, RequestOutput]]:
+    """What is new in any of the streams, as pairs of its number and the output; those that have finished leave `running`. Raises
+    when a stream or one of its choices failed."""
+    news: list[tuple[int, RequestOutput]] = []
+    for index, stream in list(running.items()):
+        output = stream.take()
+        if output is None:
+            continue
+        _check(output)
+        if output.finished:
+            del running[index]
+        elif stream.ends:
+            wake.ring()  # the error that follows is still to be taken
+        news.append((index, output))
+    return news
 
-    An empty list after `silence` seconds without news. Raises when a stream or one of its choices failed.
-    """
+
+async def _last_outputs(streams: Sequence[RequestStream], wake: Wake) -> dict[int, RequestOutput]:
+    outputs: dict[int, RequestOutput] = {}
     running = dict(enumerate(streams))
     while running:
-        wake.clear()
-        news: list[tuple[int, RequestOutput]] = []
-        for index, stream in list(running.items()):
-            output = stream.take()
-            if output is None:
-                continue
-            _check(output)
-            if output.finished:
-                del running[index]
-            news.append((index, output))
-        if news:
-            yield news
-            continue
-        try:
-            async with asyncio.timeout(silence):
+        await wake.wait()
+        wake.take()
+        outputs.update(_take(running, wake))
+    return outputs
+
+
+async def _rest(streams: Sequence[RequestStream], wake: Wake, until: float) -> None:
+    """Let steps gather until then, or until a stream ends."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout_at(until):
+            while not any(stream.ends for stream in streams):
+                wake.clear()
                 await wake.wait()
-        except TimeoutError:
-            yield []
 
 
 def _check(output: RequestOutput) -> None:
