@@ -135,13 +135,14 @@ class Generation:
                 if pace.until is not None:
                     await _rest(streams, wake, pace.until)
                 steps = wake.take()
-                now = silence.since = clock()
-                news = _take(running, wake)
+                now, news = clock(), _take(running, wake)
                 if data := b"".join([writer.events(index, output) for index, output in news]):
                     pace.went(now, steps - len(news) + 1)
+                elif silence.since is None:  # the alarm rang
+                    data = KEEP_ALIVE
+                if data:
+                    silence.since = now
                     await events.send(data, now)
-                elif not news:
-                    await events.send(KEEP_ALIVE, now)
         finally:
             silence.stop()
         await events.send(writer.end(), clock(), last=True)

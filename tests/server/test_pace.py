@@ -1,4 +1,4 @@
-"""When events go out, in virtual time: at once while a stream keeps up, merged and apart when it is behind. All times are exact."""
+"""When events go out, in virtual time: at once while a stream keeps up, merged and apart when it is behind. Times are exact."""
 
 from __future__ import annotations
 
@@ -189,6 +189,15 @@ def test_silence_is_broken_by_comments() -> None:
         loop.call_at(loop.now + 5.5, lambda: script.put("b", finished=True))
 
     assert stream(plan) == [(1.0, "a"), (3.0, ": keep-alive"), (5.0, ": keep-alive"), (5.5, "b")]
+
+
+def test_text_that_is_held_back_is_silence() -> None:
+    def plan(loop: VirtualLoop, script: Script, client: Client) -> None:
+        for second in range(1, 7):
+            loop.call_at(loop.now + second - 0.5, lambda: script.put(""))
+        loop.call_at(loop.now + 6.5, lambda: script.put("a", finished=True))
+
+    assert stream(plan) == [(2.0, ": keep-alive"), (4.0, ": keep-alive"), (6.0, ": keep-alive"), (6.5, "a")]
 
 
 def test_a_client_that_takes_nothing_is_dropped_after_its_time() -> None:
