@@ -88,17 +88,17 @@ class EventSender:
                 try:
                     yield
                 finally:
-                    self._alarm.stop()
+                    self._alarm.close()
         except TimeoutError:
             raise SlowReaderError from None
 
     async def send(self, data: bytes, now: float, *, last: bool = False) -> None:
         """Returns when the client may have more; `now` is the loop's time."""
         assert self._alarm is not None
-        self._alarm.since = now
+        self._alarm.start(now)
         if not self.started:
             self.started = True
             raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._headers.items()]
             await self._send({"type": "http.response.start", "status": 200, "headers": raw})
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
-        self._alarm.since = None
+        self._alarm.stop()

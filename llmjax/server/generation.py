@@ -127,7 +127,7 @@ class Generation:
         writer = EventWriter(request, response_id=response_id, model=model, created=int(time.time()), decode=self._service.decode)
         clock = asyncio.get_running_loop().time
         silence = Alarm(self._service.config.keep_alive, wake.ring)
-        silence.since = clock()
+        silence.start(clock())
         pace, running = Pace(), dict(enumerate(streams))
         try:
             while running:
@@ -138,13 +138,13 @@ class Generation:
                 now, news = clock(), _take(running, wake)
                 if data := b"".join([writer.events(index, output) for index, output in news]):
                     pace.went(now, steps - len(news) + 1)
-                elif silence.since is None:  # the alarm rang
+                elif silence.off:  # it rang
                     data = KEEP_ALIVE
                 if data:
-                    silence.since = now
+                    silence.start(now)
                     await events.send(data, now)
         finally:
-            silence.stop()
+            silence.close()
         await events.send(writer.end(), clock(), last=True)
 
 

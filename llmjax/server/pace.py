@@ -57,31 +57,41 @@ class Wake(asyncio.Event):
 
 
 class Alarm:
-    """Rings when it is `seconds` after `since`, which may be moved at no cost: the timer looks at it when it fires.
+    """Rings when it is `seconds` after its last start. Starting costs nothing: the timer looks at it when it fires.
 
     Args:
-        ring: called once; then `since` is None until somebody sets it.
-
-    Attributes:
-        since: seconds of the loop's clock; None switches it off.
+        ring: called once; then the alarm is off until it is started again.
     """
 
     def __init__(self, seconds: float, ring: Callable[[], None]) -> None:
-        self.since: float | None = None
+        self._since: float | None = None  # of the loop's clock
         self._seconds = seconds
         self._ring = ring
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(seconds, self._look)
 
+    @property
+    def off(self) -> bool:
+        """It was never started, was stopped or has rung."""
+        return self._since is None
+
+    def start(self, now: float) -> None:
+        """From `now`, the loop's time, on; also when it is on."""
+        self._since = now
+
     def stop(self) -> None:
+        """Until it is started again."""
+        self._since = None
+
+    def close(self) -> None:
         """Never again."""
         self._timer.cancel()
 
     def _look(self) -> None:
         now = self._loop.time()
-        since = now if self.since is None else self.since
+        since = now if self._since is None else self._since
         if since + self._seconds <= now:
-            self.since = None
+            self._since = None
             self._ring()
             since = now
         self._timer = self._loop.call_at(since + self._seconds, self._look)
