@@ -10,14 +10,15 @@ import pytest
 from simulated_engine import SimulatedLLM
 
 from bench import traffic
+from llmjax.loadtest import subjects
 from llmjax.loadtest.target import TrafficRequest
 
 
 def test_a_run_has_a_row_for_each_system_and_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     llm = SimulatedLLM(num_pages=60, max_sequences=8)
-    real = traffic.EngineTarget
+    real = subjects.EngineTarget
     monkeypatch.setattr(traffic, "_llm", lambda *args, **options: llm)
-    monkeypatch.setattr(traffic, "EngineTarget", lambda engine: real(engine, clock=engine.clock, sleep=engine.sleep))
+    monkeypatch.setattr(subjects, "EngineTarget", lambda engine: real(engine, clock=engine.clock, sleep=engine.sleep))
     out, page = tmp_path / "out.json", tmp_path / "out.html"
     traffic.main(
         [

@@ -12,7 +12,7 @@ import pytest
 from simulated_engine import SimulatedLLM
 
 from llmjax import cli
-from llmjax.pipeline import loadtest_runner
+from llmjax.loadtest import subjects
 from llmjax.pipeline.stages import engine as engine_stage
 
 Run = Callable[..., tuple[int, str, str]]
@@ -21,10 +21,10 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> SimulatedLLM:
     made = SimulatedLLM(max_sequences=8, max_context=2048)
-    real = loadtest_runner.EngineTarget
+    real = subjects.EngineTarget
     monkeypatch.setattr(engine_stage, "build_engine", lambda *args, **options: made)
     monkeypatch.setattr(engine_stage.EngineKind, "summary", lambda self, value: {})
-    monkeypatch.setattr(loadtest_runner, "EngineTarget", lambda engine: real(engine, clock=engine.clock, sleep=engine.sleep))
+    monkeypatch.setattr(subjects, "EngineTarget", lambda engine: real(engine, clock=engine.clock, sleep=engine.sleep))
     return made
 
 

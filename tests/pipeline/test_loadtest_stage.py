@@ -15,6 +15,7 @@ from simulated_engine import SimulatedLLM
 from tiny_models import CONFIGS, random_params
 
 from llmjax.engine.llm import LLM
+from llmjax.loadtest import subjects
 from llmjax.pipeline import ConfigErrors, RunResult, load, loadtest_runner
 from llmjax.pipeline import run as run_stages
 from llmjax.pipeline.stages import engine as engine_stage
@@ -41,10 +42,10 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> SimulatedLLM:
 
 
 def in_virtual_time(monkeypatch: pytest.MonkeyPatch, llm: SimulatedLLM) -> None:
-    real = loadtest_runner.EngineTarget
+    real = subjects.EngineTarget
     monkeypatch.setattr(engine_stage, "build_engine", lambda *args, **options: llm)
     monkeypatch.setattr(engine_stage.EngineKind, "summary", lambda self, value: {})
-    monkeypatch.setattr(loadtest_runner, "EngineTarget", lambda engine: real(engine, clock=engine.clock, sleep=engine.sleep))
+    monkeypatch.setattr(subjects, "EngineTarget", lambda engine: real(engine, clock=engine.clock, sleep=engine.sleep))
 
 
 def run(path: Path, *sets: str) -> RunResult:
