@@ -84,7 +84,7 @@ def _subject(target: Any, config: LoadtestSection) -> Subject:
     address = ServerAddress(
         url,
         model=http.model,
-        api_key=None if http.api_key is None else http.api_key.get_secret_value(),
+        api_key=None if http.api_key is None else http.api_key.get_secret_value() or None,
         endpoint=http.endpoint,
         usage_per_event=http.usage_per_event,
         retries=http.retries,
