@@ -61,7 +61,7 @@ class StreamedAnswer:
             yield self._end(time)
             return
         try:
-            event = json.loads(payload)
+            event = json.loads(payload.decode())  # of bytes, json would guess the encoding
         except ValueError:
             event = None
         if not isinstance(event, dict):

@@ -7,13 +7,15 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmjax.engine.tokenizer import Tokenizer
 from llmjax.errors import ConfigError, StoreError
 from llmjax.loadtest.target import TrafficRequest
+
+if TYPE_CHECKING:
+    from llmjax.engine.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

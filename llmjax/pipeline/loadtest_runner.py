@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmjax.engine.tokenizer import Tokenizer, load_tokenizer
 from llmjax.errors import ConfigError, StoreError
 from llmjax.loadtest import arrivals
 from llmjax.loadtest.arrivals import Load
@@ -24,6 +23,7 @@ from llmjax.loadtest.workload import Lengths, SharedPrefixes, Synthetic, as_text
 from llmjax.pipeline.stages import StageContext
 
 if TYPE_CHECKING:
+    from llmjax.engine.tokenizer import Tokenizer
     from llmjax.pipeline.stages.loadtest import LengthsSection, LoadtestSection
 
 PROMPTS = Lengths(256, 1.0, 16, 1024)
@@ -117,6 +117,8 @@ class _Traffic:
         self._num_tokens = subject.num_tokens
         self._tokenizer: Tokenizer | None = None
         if config.http.tokenizer is not None and config.prompts.file is None:
+            from llmjax.engine.tokenizer import load_tokenizer
+
             self._tokenizer = load_tokenizer(Path(config.http.tokenizer))
             self._num_tokens = self._tokenizer.vocab_size
 
