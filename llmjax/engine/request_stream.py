@@ -121,11 +121,6 @@ class RequestStream:
             self._error = error
         self._wake.set()
 
-    @property
-    def ends(self) -> bool:
-        """Whether what can be taken now is the last: the end of the request, or its error."""
-        return self._error is not None or (self._waiting is not None and self._waiting.last.finished)
-
     def take(self) -> RequestOutput | None:
         """What is new, without waiting; None when nothing is. Raises the error that ended the request, after its last output."""
         part, self._waiting = self._waiting, None
@@ -134,21 +129,29 @@ class RequestStream:
                 self._close(ended=True)
                 raise self._error
             return None
-        output, old = part.last, self._choices or [_empty(choice) for choice in part.choices]
-        output.new_text = [choice.text for choice in part.choices]
-        output.new_token_ids = [choice.token_ids for choice in part.choices]
+        old = self._choices or [_empty(choice) for choice in part.choices]
         self._choices = [_joined(before, new) for before, new in zip(old, part.choices, strict=True)]
         self._prompt_logprobs = self._prompt_logprobs or part.last.prompt_logprobs
         if part.last.finished:
             self._finished = True
             self._close(ended=True)
-        output.outputs, output.prompt_logprobs = self._choices, self._prompt_logprobs
-        return output
+        return dataclasses.replace(
+            part.last,
+            outputs=self._choices,
+            prompt_logprobs=self._prompt_logprobs,
+            new_text=[choice.text for choice in part.choices],
+            new_token_ids=[choice.token_ids for choice in part.choices],
+        )
 
     def close(self) -> None:
         """Nobody reads on: if the request has not ended, it is aborted. May be called any number of times."""
         if not self.closed:
             self._close(ended=self._error is not None)
+
+    @property
+    def ends(self) -> bool:
+        """Whether what can be taken now is the last: the end of the request, or its error."""
+        return self._error is not None or (self._waiting is not None and self._waiting.last.finished)
 
     def _close(self, *, ended: bool) -> None:
         self.closed = True
@@ -179,10 +182,9 @@ def _empty(choice: CompletionOutput) -> CompletionOutput:
 
 
 def _joined(before: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
-    """Both, one after the other, in `new` itself: it is the stream's own, and a copy would cost for each token. The lists of
-    `before` are extended in place; it keeps its text."""
-    if before.logprobs is not None:
-        before.logprobs += new.logprobs or ()
-    before.token_ids += new.token_ids
-    new.text, new.token_ids, new.logprobs = before.text + new.text, before.token_ids, before.logprobs
-    return new
+    """Both, one after the other; the lists of `before` are extended in place."""
+    ids, logprobs = before.token_ids, before.logprobs
+    ids += new.token_ids
+    if logprobs is not None:
+        logprobs += new.logprobs or ()
+    return dataclasses.replace(new, text=before.text + new.text, token_ids=ids, logprobs=logprobs)
