@@ -99,7 +99,7 @@ class WordEngine:
         """Whether requests are there; not before all are."""
         return len(self._live) >= self._gathering > 0 or (self._gathering == 0 and bool(self._live))
 
-    def add_request(self, prompt: Sequence[int], params: SamplingParams, *, request_id: str) -> str:
+    def add_request(self, prompt: Sequence[int], params: SamplingParams, *, request_id: str, **options: Any) -> str:
         """See `Engine`."""
         assert params.max_tokens is not None
         self._live[request_id] = RequestOutput(request_id, None, list(prompt), [CompletionOutput(0)]), params.max_tokens
@@ -169,8 +169,9 @@ async def _streams(engine: AsyncEngine, words: WordEngine, written: Written, cas
     for protocol, end in zip(protocols, ends, strict=True):
         protocol.connection_made(Swallow(written, end))
         protocol.data_received(head + data)
-    while not words.has_unfinished:
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(60):
+        while not words.has_unfinished:
+            await asyncio.sleep(0.001)
     for end in ends:
         await end.wait()
 
