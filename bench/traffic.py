@@ -1,7 +1,7 @@
 """What each way of serving traffic is worth: the same requests, programs and pages, one technique taken away at a time.
 
     python -m bench.traffic --preset llama-8b --json out.json --html out.html
-    python -m bench.traffic --preset tiny --clients 12,36 --requests 80 --rows 16     # a CPU
+    python -m bench.traffic --preset tiny --clients 12,36 --requests 80 --rows 16 --lanes short:48:3,long    # a CPU
 
 - continuous batching: instead, static batches of 8 that are waited for (`static`);
 - pages on demand: instead, the pages of a request's full length are reserved when it starts (`whole_length`);
@@ -26,15 +26,17 @@ from pathlib import Path
 from bench.rows import Rows
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.llm import LLM
-from llmjax.loadtest import arrivals, baselines
+from llmjax.loadtest import arrivals
 from llmjax.loadtest.measure import ServiceLevels
 from llmjax.loadtest.page import render
-from llmjax.loadtest.suite import Run, System, run_suite
-from llmjax.loadtest.target import EngineTarget, TrafficRequest
+from llmjax.loadtest.subjects import EngineSubject
+from llmjax.loadtest.suite import Run, run_suite
+from llmjax.loadtest.target import TrafficRequest
 from llmjax.loadtest.workload import Lengths, Synthetic
 from llmjax.model.checkpoint.load import load_model
 from llmjax.model.config import ModelConfig
 from llmjax.model.kv_cache import cache_bytes_per_page
+from llmjax.scheduling.lane_config import FIFO, LaneConfig
 
 TINY = ModelConfig(
     family="llama", vocab_size=256, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_size=128,
@@ -66,24 +68,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     llm = _llm(args, trace.requests(args.requests, 2), clients[0], context=4096 // scale)
     engine = llm.engine
     rows.add(pages=engine.stats.num_pages, mean_demand=_demand(trace.requests(args.requests, 2), clients[0], args.page_size))
-    systems = baselines.systems(["static", "whole_length", "fifo"], engine.config, static_batch=args.static_batch)
-    base = {name: getattr(engine.config, name) for system in systems for name in system.policy}
-
-    def target_for(system: System) -> EngineTarget:
-        engine.set_policy(**{**base, **system.policy})
-        return EngineTarget(engine)
-
+    subject = EngineSubject(engine, ["static", "whole_length", "fifo"], static_batch=args.static_batch)
     report = run_suite(
-        target_for,
+        subject.target,
         lambda index: trace.requests(args.requests, engine.model_config.num_tokens, variant=index),
         title=f"Traffic on {args.preset}",
         facts={"pages": str(engine.stats.num_pages), "requests of each run": str(args.requests)},
-        systems=systems,
+        systems=subject.systems,
         loads=[arrivals.closed_loop(number) for number in clients],
         levels=ServiceLevels(),
         tell=lambda run: rows.add(**_row(run)),
     )
-    for system in systems:
+    for system in subject.systems:
         if system.same_as:
             rows.add(not_run=system.name, why=system.about, reported=REPORTED[system.name])
     rows.add(compiles_after_ready=engine.runner.compiles_after_ready)
@@ -103,11 +99,22 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--static-batch", type=int, default=8)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--pool", type=float, default=1.2, help="pages, as a multiple of the mean demand")
+    parser.add_argument(
+        "--lanes", type=_lanes, default=FIFO, metavar="short:640:3,long", help="name:max_tokens:weight, the last takes the rest"
+    )
     parser.add_argument("--dtype")
     parser.add_argument("--compile-cache")
     parser.add_argument("--json")
     parser.add_argument("--html")
     return parser.parse_args(argv)
+
+
+def _lanes(text: str) -> tuple[LaneConfig, ...]:
+    lanes = []
+    for part in text.split(","):
+        name, most, weight = [*part.split(":"), "", ""][:3]
+        lanes.append(LaneConfig(name=name, max_tokens=int(most) if most else None, weight=int(weight or 1)))
+    return tuple(lanes)
 
 
 def _llm(args: argparse.Namespace, requests: Sequence[TrafficRequest], clients: int, *, context: int) -> LLM:
@@ -119,6 +126,7 @@ def _llm(args: argparse.Namespace, requests: Sequence[TrafficRequest], clients: 
         kv_cache_bytes=pages * cache_bytes_per_page(loaded.config, args.page_size),
         max_sequences=args.rows,
         compile_cache=args.compile_cache,
+        lanes=args.lanes,
     )
     return LLM(loaded, engine_config=config)
 

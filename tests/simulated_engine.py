@@ -114,6 +114,7 @@ class SimulatedEngine:
         if self._interrupt_at is not None and self.now >= self._interrupt_at:
             self._interrupt_at = None
             raise KeyboardInterrupt
+        self._expire()
         batch = self.scheduler.schedule(self.now)
         if batch is not None:
             self._dispatched(batch)
@@ -122,6 +123,12 @@ class SimulatedEngine:
         self.scheduler.check_integrity()
         ready, self._ready = self._ready, []
         return ready
+
+    def _expire(self) -> None:
+        for request in self.scheduler.expire(self.now):
+            _, out = self._live.pop(request.request_id)
+            out.finish_reason, out.error = "timeout", f"it waited too long in lane '{self.config.lanes[request.lane].name}'"
+            self._ready.append(self._output(request, out, [], finished=True))
 
     def _dispatched(self, batch: ScheduledBatch) -> None:
         self._pending.append(batch)

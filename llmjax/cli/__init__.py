@@ -34,9 +34,12 @@ for command in (
 config_app.command(cls=Command)(pipelines.show)
 config_app.callback()(lambda: None)  # keeps "show" a name of its own while it is the only one
 app.add_typer(config_app, name="config")
-bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Load an engine and report latencies and throughput.")
+bench_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Load an engine or a server and report latencies and throughput."
+)
 bench_app.command(cls=Command)(bench.throughput)
 bench_app.command(cls=Command)(bench.latency)
+bench_app.command(cls=Command)(bench.serve)
 app.add_typer(bench_app, name="bench")
 
 

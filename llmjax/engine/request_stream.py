@@ -198,6 +198,11 @@ class RequestStream:
         if not self.closed:
             self._close(ended=self._error is not None)
 
+    @property
+    def ends(self) -> bool:
+        """Whether what can be taken now is the last: the end of the request, or its error."""
+        return self._error is not None or (self._waiting is not None and self._waiting.last.finished)
+
     def _close(self, *, ended: bool) -> None:
         self.closed = True
         self._on_close(self, ended=ended)

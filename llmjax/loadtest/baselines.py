@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from llmjax.errors import ConfigError
 from llmjax.loadtest.suite import System
 
 OURS = System("engine", "the engine as it is configured: each request is sent when it comes")
@@ -14,6 +15,14 @@ OURS = System("engine", "the engine as it is configured: each request is sent wh
 def systems(names: Sequence[str], engine_config: Any, *, static_batch: int = 8) -> list[System]:
     """The engine of `engine_config` (a `ResolvedConfig`) and the baselines of these names."""
     return [OURS, *(BASELINES[name](engine_config, static_batch) for name in names)]
+
+
+def client_systems(names: Sequence[str], *, static_batch: int = 8) -> list[System]:
+    """A server, and those baselines that are a matter of its client. Raises `ConfigError` for others."""
+    for name in names:
+        if name != "static":
+            raise ConfigError(f"the baseline {name} changes the engine, and a server's is its own: only static works over HTTP")
+    return [System("server", "the server as it is"), *(_static(None, static_batch) for _ in names)]
 
 
 def _static(engine_config: Any, static_batch: int) -> System:

@@ -191,6 +191,8 @@ class _Run:
             record.counts.append(tokens)
         record.prompt_tokens = event.prompt_tokens if event.prompt_tokens is not None else record.prompt_tokens
         record.preemptions = event.preemptions
+        if event.total_tokens is not None and record.counts:  # of events that did not tell, the last one has the rest
+            record.counts[-1] = max(1, record.counts[-1] + min(event.total_tokens, record.wanted) - record.output_tokens)
         if event.finish_reason is not None:
             record.queue_seconds = event.queue_seconds
             del self._live[event.request_id]

@@ -54,6 +54,7 @@ class TokenEvent:
         prompt_tokens: of the prompt; None where the target does not tell.
         queue_seconds: time the target let it wait; with the last event, None where the target does not tell.
         preemptions: how often it lost its memory and was computed again, so far.
+        total_tokens: output tokens in all, with the last event, where events do not tell theirs; else None.
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class TokenEvent:
     prompt_tokens: int | None = None
     queue_seconds: float | None = None
     preemptions: int = 0
+    total_tokens: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llmjax.errors import ConfigError, StoreError
 from llmjax.loadtest.target import TrafficRequest
+
+if TYPE_CHECKING:
+    from llmjax.engine.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +75,16 @@ class Synthetic:
                 ids = prefixes[group] + ids
             made.append(TrafficRequest(ids, output, max(output, self.max_tokens or 0)))
         return made
+
+
+def as_texts(requests: Sequence[TrafficRequest], tokenizer: Tokenizer) -> list[TrafficRequest]:
+    """The same with prompts of token ids as texts, whose tokens need not be exactly as many."""
+    made = []
+    for request in requests:
+        ids = [token for token in request.prompt if isinstance(token, int)]
+        text = tokenizer.decode(ids, skip_special_tokens=True) or " "
+        made.append(dataclasses.replace(request, prompt=text))
+    return made
 
 
 def check_fits(requests: list[TrafficRequest], max_context: int) -> None:

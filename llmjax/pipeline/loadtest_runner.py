@@ -11,64 +11,86 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmjax.errors import ConfigError, StoreError
-from llmjax.loadtest import arrivals, baselines
+from llmjax.loadtest import arrivals
 from llmjax.loadtest.arrivals import Load
+from llmjax.loadtest.http_target import ServerAddress
 from llmjax.loadtest.measure import Distribution, ServiceLevels
 from llmjax.loadtest.page import render
-from llmjax.loadtest.suite import Report, Run, System, run_suite
-from llmjax.loadtest.target import EngineTarget, TrafficRequest
-from llmjax.loadtest.workload import Lengths, SharedPrefixes, Synthetic, check_fits, read_traffic
+from llmjax.loadtest.subjects import EngineSubject, ServerSubject, Subject
+from llmjax.loadtest.suite import Report, Run, run_suite
+from llmjax.loadtest.target import TrafficRequest
+from llmjax.loadtest.workload import Lengths, SharedPrefixes, Synthetic, as_texts, check_fits, read_traffic
 from llmjax.pipeline.stages import StageContext
 
 if TYPE_CHECKING:
+    from llmjax.engine.tokenizer import Tokenizer
     from llmjax.pipeline.stages.loadtest import LengthsSection, LoadtestSection
 
 PROMPTS = Lengths(256, 1.0, 16, 1024)
 OUTPUTS = Lengths(128, 0.8, 8, 512)
 
 
-def run_loadtest(llm: Any, context: StageContext[LoadtestSection]) -> Report:
-    """Run the suite of a section on an engine that nobody else uses, and write the report.
+def run_loadtest(target: Any, context: StageContext[LoadtestSection]) -> Report:
+    """Run the suite of a section, and write the report.
 
-    Raises `ConfigError` for a workload that does not fit the engine, `StoreError` for files that cannot be read or written; the
+    Args:
+        target: an `LLM` that nobody else uses, a server (it has a `url`), or None for the URL in the section.
+
+    Raises `ConfigError` for a workload that does not fit the target, `StoreError` for files that cannot be read or written; the
     report's folder is made before anything is sent. An interrupt is told by `Report.interrupted`.
     """
-    config, engine = context.config, llm.engine
+    config = context.config
     path = Path(config.report)
     _check_writable(path)
-    systems = baselines.systems(config.baselines, engine.config, static_batch=config.static_batch)
-    first = _traffic(config, engine, variant=0)
-    check_fits(first, engine.config.max_context)
-    loads = make_loads(config, first)
-    base = {name: getattr(engine.config, name) for system in systems for name in system.policy}
-
-    def target_for(system: System) -> EngineTarget:
-        engine.set_policy(**{**base, **system.policy})
-        return EngineTarget(engine)
-
+    subject = _subject(target, config)
     try:
-        report = run_suite(
-            target_for,
-            lambda index: first if index == 0 else _traffic(config, engine, variant=index),
-            title=f"Load test {context.name}",
-            facts={"model": str(getattr(llm, "name", None) or "model"), "report": str(path)},
-            systems=systems,
-            loads=loads,
-            levels=ServiceLevels(**{f.name: getattr(config.slo, f.name) for f in dataclasses.fields(ServiceLevels)}),
-            demanded=lambda load: config.peak is None or load.concurrency is None or load.concurrency <= config.peak,
-            duration=config.duration,
-            progress=lambda name, done, total: context.reporter.progress(f"{context.name}: {name}", done, total),
-            tell=lambda run: context.reporter.message("info", f"{context.name}: {run.line()}"),
-        )
+        report = _run(subject, _Traffic(config, subject), path, context)
     finally:
-        if not engine.has_unfinished:  # else its loop has failed, which is the error to tell
-            engine.set_policy(**base)
-    for system in systems:
+        subject.close()
+    for system in subject.systems:
         if system.same_as:
             context.reporter.message("info", f"{context.name}: {system.name} is not run: {system.about}")
     write_report(report, path)
     context.reporter.message("info", f"{context.name}: the report is {path}, its figures {path.with_suffix('.json')}")
     return report
+
+
+def _run(subject: Subject, traffic: _Traffic, path: Path, context: StageContext[LoadtestSection]) -> Report:
+    config = context.config
+    first = traffic.requests(0)
+    if subject.max_context is not None:
+        check_fits(first, subject.max_context)
+    return run_suite(
+        subject.target,
+        lambda index: first if index == 0 else traffic.requests(index),
+        title=f"Load test {context.name}",
+        facts={**subject.facts, "report": str(path)},
+        systems=subject.systems,
+        loads=make_loads(config, first),
+        levels=ServiceLevels(**{f.name: getattr(config.slo, f.name) for f in dataclasses.fields(ServiceLevels)}),
+        demanded=lambda load: config.peak is None or load.concurrency is None or load.concurrency <= config.peak,
+        duration=config.duration,
+        progress=lambda name, done, total: context.reporter.progress(f"{context.name}: {name}", done, total),
+        tell=lambda run: context.reporter.message("info", f"{context.name}: {run.line()}"),
+    )
+
+
+def _subject(target: Any, config: LoadtestSection) -> Subject:
+    url = config.target if target is None else getattr(target, "url", None)
+    if url is None:
+        name = str(getattr(target, "name", None) or "model")
+        return EngineSubject(target.engine, config.baselines, static_batch=config.static_batch, name=name)
+    http = config.http
+    address = ServerAddress(
+        url,
+        model=http.model,
+        api_key=None if http.api_key is None else http.api_key.get_secret_value() or None,
+        endpoint=http.endpoint,
+        usage_per_event=http.usage_per_event,
+        retries=http.retries,
+        silence=http.silence,
+    )
+    return ServerSubject(address, config.baselines, num_tokens=http.vocabulary, static_batch=config.static_batch)
 
 
 def make_loads(config: LoadtestSection, requests: Sequence[TrafficRequest]) -> list[Load]:
@@ -87,21 +109,37 @@ def make_loads(config: LoadtestSection, requests: Sequence[TrafficRequest]) -> l
     return [arrivals.recorded(requests)]
 
 
-def _traffic(config: LoadtestSection, engine: Any, *, variant: int) -> list[TrafficRequest]:
-    prompts = config.prompts
-    if prompts.file is not None:
-        default = config.output_tokens.median if config.output_tokens is not None else int(OUTPUTS.median)
-        made = read_traffic(Path(prompts.file), output_tokens=default, limit=config.requests, max_tokens=config.max_tokens)
-    else:
-        shared = prompts.shared_prefix
-        made = Synthetic(
-            prompts=_lengths(prompts.tokens, PROMPTS),
-            outputs=_lengths(config.output_tokens, OUTPUTS),
-            shared=None if shared is None else SharedPrefixes(shared.tokens, shared.share, shared.groups),
-            max_tokens=config.max_tokens,
-            seed=config.seed,
-        ).requests(config.requests, engine.model_config.num_tokens, variant=variant)
-    return [dataclasses.replace(request, ignore_eos=config.ignore_eos) for request in made]
+class _Traffic:
+    """The requests of a section, for one subject."""
+
+    def __init__(self, config: LoadtestSection, subject: Subject) -> None:
+        self._config = config
+        self._num_tokens = subject.num_tokens
+        self._tokenizer: Tokenizer | None = None
+        if config.http.tokenizer is not None and config.prompts.file is None:
+            from llmjax.engine.tokenizer import load_tokenizer
+
+            self._tokenizer = load_tokenizer(Path(config.http.tokenizer))
+            self._num_tokens = self._tokenizer.vocab_size
+
+    def requests(self, variant: int) -> list[TrafficRequest]:
+        """Those of run number `variant`: the lengths are the same each time."""
+        config, prompts = self._config, self._config.prompts
+        if prompts.file is not None:
+            default = config.output_tokens.median if config.output_tokens is not None else int(OUTPUTS.median)
+            made = read_traffic(Path(prompts.file), output_tokens=default, limit=config.requests, max_tokens=config.max_tokens)
+        else:
+            shared = prompts.shared_prefix
+            made = Synthetic(
+                prompts=_lengths(prompts.tokens, PROMPTS),
+                outputs=_lengths(config.output_tokens, OUTPUTS),
+                shared=None if shared is None else SharedPrefixes(shared.tokens, shared.share, shared.groups),
+                max_tokens=config.max_tokens,
+                seed=config.seed,
+            ).requests(config.requests, self._num_tokens, variant=variant)
+            if self._tokenizer is not None:
+                made = as_texts(made, self._tokenizer)
+        return [dataclasses.replace(request, ignore_eos=config.ignore_eos) for request in made]
 
 
 def _lengths(section: LengthsSection | None, default: Lengths) -> Lengths:

@@ -43,7 +43,7 @@ def connect(stages: Sequence[Declared]) -> list[Problem]:
             if not written:
                 if wanted.implicit:
                     problems += _choose(stages, position, wanted)
-            elif isinstance(node.value, str) and not node.unset:
+            elif isinstance(node.value, str) and not node.unset and not wanted.leaves(node.value):
                 found = _refer(stages, position, path, node, wanted)
                 problems += found
                 if not found:
@@ -80,13 +80,18 @@ def _refer(stages: Sequence[Declared], position: int, path: KeyPath, node: Node,
         if name in {s.name for s in stages[position:]}:
             why = "is this stage itself" if name == stage.name else "comes later in the file; move it up"
             return [Problem(node.origin, at, f"the stage '{name}' {why}")]
-        fits = [s.name for s in earlier.values() if wanted is None or (s.kind is not None and s.kind.gives == wanted.gives)]
+        fits = [s.name for s in earlier.values() if wanted is None or (s.kind is not None and _fits(s.kind.gives, wanted))]
         hint = close_to(name, fits) or (f"; earlier stages: {', '.join(fits)}" if fits else "")
         return [Problem(node.origin, at, f"there is no stage '{name}'{hint}")]
     kind = earlier[name].kind
-    if wanted is not None and kind is not None and kind.gives != wanted.gives:
-        return [Problem(node.origin, at, f"the stage '{name}' gives {_a(kind.gives)}, and this has to be {_a(wanted.gives)}")]
+    if wanted is not None and kind is not None and not _fits(kind.gives, wanted):
+        these = " or ".join(_a(gives) for gives in (wanted.gives, *wanted.also))
+        return [Problem(node.origin, at, f"the stage '{name}' gives {_a(kind.gives)}, and this has to be {these}")]
     return []
+
+
+def _fits(gives: str, wanted: StageInput) -> bool:
+    return gives == wanted.gives or gives in wanted.also
 
 
 def _needs(stages: Sequence[Declared], position: int) -> list[Problem]:

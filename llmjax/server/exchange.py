@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from llmjax.server.http_errors import HttpError
+from llmjax.server.pace import Alarm
 
 CLIENT_LEFT = 499  # in counts and logs; nobody is there to be told
 
@@ -69,6 +71,7 @@ class EventSender:
     def __init__(self, send: Send, timeout: float, headers: Mapping[str, str]) -> None:
         self._send = send
         self._timeout = timeout
+        self._alarm: Alarm | None = None
         self._headers = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
@@ -77,14 +80,27 @@ class EventSender:
         }
         self.started = False
 
-    async def send(self, data: bytes, *, last: bool = False) -> None:
-        """Raises `SlowReaderError` when the client takes too long."""
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Everything is sent inside. A client that takes too long for one event ends the block with `SlowReaderError`."""
+        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._timeout):
-                if not self.started:
-                    self.started = True
-                    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._headers.items()]
-                    await self._send({"type": "http.response.start", "status": 200, "headers": raw})
-                await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+            async with asyncio.timeout(None) as limit:
+                self._alarm = Alarm(self._timeout, lambda: limit.reschedule(loop.time()))
+                try:
+                    yield
+                finally:
+                    self._alarm.close()
         except TimeoutError:
             raise SlowReaderError from None
+
+    async def send(self, data: bytes, now: float, *, last: bool = False) -> None:
+        """Returns when the client may have more; `now` is the loop's time."""
+        assert self._alarm is not None
+        self._alarm.start(now)
+        if not self.started:
+            self.started = True
+            raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._headers.items()]
+            await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        self._alarm.stop()

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -22,6 +22,7 @@ from llmjax.engine.request_stream import RequestStream
 from llmjax.errors import LlmjaxError, QueueTimeoutError, RequestError
 from llmjax.server.exchange import CLIENT_LEFT, EventSender, SlowReaderError, read_body, while_connected
 from llmjax.server.http_errors import HttpError, error_object, error_response
+from llmjax.server.pace import Alarm, Pace, Wake
 from llmjax.server.protocol import ApiRequest, Endpoint
 from llmjax.server.request_log import answer_fields
 from llmjax.server.responses import response_body
@@ -61,15 +62,15 @@ class Generation:
             headers = {"x-llmjax-warning": f"unknown fields ignored: {', '.join(ignored)}"} if ignored else {}
             if request.stream:
                 events = EventSender(send, service.config.send_timeout, headers)
-            wake = asyncio.Event()
+            wake = Wake()
             with service.answering(response_id, max(1, len(request.prompts))) as ids:
                 streams = await self._submit(request, ids, group=response_id, arrival_ns=arrival_ns, wake=wake)
                 try:
                     if events is not None:
-                        await self._stream(request, streams, wake, events, response_id, model, outputs)
+                        async with events.watched():
+                            await self._stream(request, streams, wake, events, response_id, model, outputs)
                         return
-                    async for news in _read_together(streams, wake, None):
-                        outputs.update(news)
+                    await _read_to_end(streams, wake, outputs)
                 finally:
                     for stream in streams:
                         stream.close()
@@ -94,7 +95,8 @@ class Generation:
                 if not isinstance(error, LlmjaxError):
                     log.error("a stream failed", exc_info=error)
                 with contextlib.suppress(SlowReaderError):  # it has its error, or takes nothing at all
-                    await events.send(error_event(error_object(error)), last=True)
+                    async with events.watched():
+                        await events.send(error_event(error_object(error)), asyncio.get_running_loop().time(), last=True)
                 return
             response = error_response(error, service.engine.retry_after())
         await response(scope, receive, send)
@@ -129,48 +131,70 @@ class Generation:
         self,
         request: ApiRequest,
         streams: Sequence[RequestStream],
-        wake: asyncio.Event,
+        wake: Wake,
         events: EventSender,
         response_id: str,
         model: str,
         outputs: dict[int, RequestOutput],
     ) -> None:
+        """One event a step, or fewer when the stream is behind; see `Pace`. This is what costs: it runs for every token."""
         writer = EventWriter(request, response_id=response_id, model=model, created=int(time.time()), decode=self._service.decode)
-        async for news in _read_together(streams, wake, self._service.config.keep_alive):
-            outputs.update(news)
-            data = b"".join(writer.events(index, output) for index, output in news)
-            if data or not news:
-                await events.send(data or KEEP_ALIVE)
-        await events.send(writer.end(), last=True)
+        clock = asyncio.get_running_loop().time
+        silence = Alarm(self._service.config.keep_alive, wake.ring)
+        silence.start(clock())
+        pace, running = Pace(), dict(enumerate(streams))
+        try:
+            while running:
+                await wake.wait()
+                if pace.until is not None:
+                    await _rest(streams, wake, pace.until)
+                steps = wake.take()
+                now, news = clock(), _take(running, wake)
+                outputs.update(news)
+                if data := b"".join([writer.events(index, output) for index, output in news]):
+                    pace.went(now, steps - len(news) + 1)
+                elif silence.off:  # it rang
+                    data = KEEP_ALIVE
+                if data:
+                    silence.start(now)
+                    await events.send(data, now)
+        finally:
+            silence.close()
+        await events.send(writer.end(), clock(), last=True)
 
 
-async def _read_together(
-    streams: Sequence[RequestStream], wake: asyncio.Event, silence: float | None
-) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
-    """What is new in any of the streams, as pairs of its number and the output, until all have finished.
+def _take(running: dict[int, RequestStream], wake: Wake) -> list[tuple[int, RequestOutput]]:
+    """What is new in any of the streams, as pairs of its number and the output; those that have finished leave `running`. Raises
+    when a stream or one of its choices failed."""
+    news: list[tuple[int, RequestOutput]] = []
+    for index, stream in list(running.items()):
+        output = stream.take()
+        if output is None:
+            continue
+        _check(output)
+        if output.finished:
+            del running[index]
+        elif stream.ends:
+            wake.ring()  # the error that follows is still to be taken
+        news.append((index, output))
+    return news
 
-    An empty list after `silence` seconds without news. Raises when a stream or one of its choices failed.
-    """
+
+async def _read_to_end(streams: Sequence[RequestStream], wake: Wake, outputs: dict[int, RequestOutput]) -> None:
     running = dict(enumerate(streams))
     while running:
-        wake.clear()
-        news: list[tuple[int, RequestOutput]] = []
-        for index, stream in list(running.items()):
-            output = stream.take()
-            if output is None:
-                continue
-            _check(output)
-            if output.finished:
-                del running[index]
-            news.append((index, output))
-        if news:
-            yield news
-            continue
-        try:
-            async with asyncio.timeout(silence):
+        await wake.wait()
+        wake.take()
+        outputs.update(_take(running, wake))
+
+
+async def _rest(streams: Sequence[RequestStream], wake: Wake, until: float) -> None:
+    """Let steps gather until then, or until a stream ends."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout_at(until):
+            while not any(stream.ends for stream in streams):
+                wake.clear()
                 await wake.wait()
-        except TimeoutError:
-            yield []
 
 
 def _check(output: RequestOutput) -> None:

@@ -63,7 +63,7 @@ class EventWriter:
             if number in self._finished or not (ids or text or choice.finish_reason):
                 continue
             chunks = self._chat_chunks if self._chat else self._completion_chunks
-            data += [self._event(_json({"index": number} | chunk)) for chunk in chunks(number, output, choice, text, len(ids))]
+            data += [self._event(_json({"index": number, **chunk})) for chunk in chunks(number, output, choice, text, len(ids))]
             if choice.finish_reason is not None:
                 self._finished.add(number)
         return b"".join(data)
@@ -141,6 +141,5 @@ def _chat_chunk(delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -
     return {"delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
-def _json(value: Any) -> str:
-    # ASCII: some clients split lines at U+2028, which JSON would leave as it is.
-    return json.dumps(value, separators=(",", ":"))
+# Made once, for it is used for each event. ASCII: some clients split lines at U+2028, which JSON would leave as it is.
+_json = json.JSONEncoder(separators=(",", ":")).encode

@@ -10,14 +10,16 @@ import pytest
 from simulated_engine import SimulatedLLM
 
 from bench import traffic
+from llmjax.loadtest import subjects
 from llmjax.loadtest.target import TrafficRequest
+from llmjax.scheduling.lane_config import LaneConfig
 
 
 def test_a_run_has_a_row_for_each_system_and_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     llm = SimulatedLLM(num_pages=60, max_sequences=8)
-    real = traffic.EngineTarget
+    real = subjects.EngineTarget
     monkeypatch.setattr(traffic, "_llm", lambda *args, **options: llm)
-    monkeypatch.setattr(traffic, "EngineTarget", lambda engine: real(engine, clock=engine.clock, sleep=engine.sleep))
+    monkeypatch.setattr(subjects, "EngineTarget", lambda engine: real(engine, clock=engine.clock, sleep=engine.sleep))
     out, page = tmp_path / "out.json", tmp_path / "out.html"
     traffic.main(
         [
@@ -47,6 +49,20 @@ def test_a_run_has_a_row_for_each_system_and_load(monkeypatch: pytest.MonkeyPatc
     assert any(row.get("not_run") == "fifo" and "same policy" in row["why"] for row in rows)
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert "queue_ms" in capsys.readouterr().out
+
+
+def test_lanes_are_read_and_then_first_come_is_a_system_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lanes = traffic._lanes("short:48:3,long")
+    assert lanes == (LaneConfig(name="short", max_tokens=48, weight=3), LaneConfig(name="long"))
+    llm = SimulatedLLM(num_pages=60, max_sequences=8, lanes=lanes)
+    real = subjects.EngineTarget
+    monkeypatch.setattr(traffic, "_llm", lambda *args, **options: llm)
+    monkeypatch.setattr(subjects, "EngineTarget", lambda engine: real(engine, clock=engine.clock, sleep=engine.sleep))
+    out = tmp_path / "out.json"
+    traffic.main(["--preset=tiny", "--clients=18", "--requests=40", "--lanes=short:48:3,long", "--json", str(out)])
+    rows = {row["system"]: row for row in json.loads(out.read_text())["rows"] if "clients" in row}
+    assert set(rows) == {"engine", "static", "whole_length", "fifo"}
+    assert rows["engine"] != rows["fifo"] | {"system": "engine"}
 
 
 def test_the_demand_is_in_whole_pages() -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raw_server import DONE, HEAD, LAST, chunk, raw_server, text
 from simulated_engine import SimulatedLLM
 
 from llmjax import cli
-from llmjax.pipeline import loadtest_runner
+from llmjax.loadtest import subjects
 from llmjax.pipeline.stages import engine as engine_stage
 
 Run = Callable[..., tuple[int, str, str]]
@@ -21,10 +22,10 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> SimulatedLLM:
     made = SimulatedLLM(max_sequences=8, max_context=2048)
-    real = loadtest_runner.EngineTarget
+    real = subjects.EngineTarget
     monkeypatch.setattr(engine_stage, "build_engine", lambda *args, **options: made)
     monkeypatch.setattr(engine_stage.EngineKind, "summary", lambda self, value: {})
-    monkeypatch.setattr(loadtest_runner, "EngineTarget", lambda engine: real(engine, clock=engine.clock, sleep=engine.sleep))
+    monkeypatch.setattr(subjects, "EngineTarget", lambda engine: real(engine, clock=engine.clock, sleep=engine.sleep))
     return made
 
 
@@ -98,6 +99,56 @@ def test_the_engine_of_a_file_and_nothing_else_of_it(run: Run, llm: SimulatedLLM
     assert "off" in out
 
 
+def test_what_the_command_line_says_wins_over_the_file_and_the_rest_is_the_files(run: Run, llm: SimulatedLLM) -> None:
+    Path("d.jsonl").write_text('"abc"\n"defgh"\n')
+    Path("mine.yaml").write_text(
+        "apiVersion: llmjax/v1\nname: mine\nstages:\n  m: {uses: model, source: {random: {preset: llama-8b}}}\n"
+        "  e: {uses: engine, max_context: 512}\n  bench: {uses: loadtest, concurrency: 7, requests: 6, duration: 100ms,\n"
+        "    slo: {ttft_p95: 1ms}, prompts: {tokens: {median: 30, sigma: 1.0, max: 60}},\n"
+        "    output_tokens: {median: 9, sigma: 1.0}}\n"
+    )
+
+    def lengths() -> tuple[int, float, float, float]:
+        found = figures()[0]["figures"]
+        prompts, outputs = found["prompt_tokens"], found["output_tokens"]
+        return found["sent"], prompts["sum"], prompts["max"], outputs["max"]
+
+    assert run("latency", "mine.yaml")[0] == 4  # its service level
+    assert figures()[0]["load"] == "closed 1"
+    assert lengths()[0] < 6  # its duration
+    assert run("throughput", "mine.yaml")[0] == 4
+    assert (figures()[0]["load"], lengths()[0]) == ("bursts of 6", 6)
+    assert run("latency", "mine.yaml", "--num-prompts=5", "--input-len=12", "--output-len=4")[0] == 4
+    assert lengths() == (5, 60, 12, 4)
+    assert run("latency", "mine.yaml", "--num-prompts=2", "--dataset=d.jsonl", "--set=stages.bench.slo=null")[0] == 0
+    assert lengths()[:3] == (2, 8, 5)
+
+
+def test_a_server(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMJAX_API_KEY", "k-123")
+    answer = HEAD + b"".join(map(chunk, (text("a", tokens=1), text("b", reason="length", tokens=2), DONE))) + LAST
+    with raw_server(answer) as server:
+        common = ("serve", "--base-url", server.url, "--num-prompts=4", "--output-len", 2)
+        code, out, err = run(*common, "--concurrency=2", "--input-len=6")
+        assert code == 0, err
+        assert "closed 2" in out
+        (one,) = figures()
+        assert (one["system"], one["figures"]["completed"], one["figures"]["output_tokens"]["sum"]) == ("server", 4, 8)
+        assert {len(body["prompt"]) for body in server.bodies} == {6}
+        assert all("authorization: Bearer k-123" in head for head in server.heads)
+        assert "k-123" not in out + err + Path("out/bench.json").read_text() + Path("out/bench.html").read_text()
+        Path("d.jsonl").write_text('"abc"\n"def"\n')
+        assert run(*common, "--request-rate=500", "--dataset=d.jsonl", "--endpoint=chat", "--model=m")[0] == 0
+        assert figures()[0]["load"] == "poisson 500/s"
+        assert server.bodies[-1]["messages"][0]["content"] in ("abc", "def")
+        code, out, err = run(*common, "--model=other")
+        assert code == 2
+        assert "does not serve 'other'; it serves m" in out + err
+        code, out, err = run(*common, "--input-len=200")
+        assert code == 2
+        assert "max_context is 128" in out + err
+
+
 @pytest.mark.parametrize(
     ("args", "why"),
     [
@@ -109,6 +160,9 @@ def test_the_engine_of_a_file_and_nothing_else_of_it(run: Run, llm: SimulatedLLM
         (("throughput", "--random=llama-8b", "--dataset=x.jsonl"), "no such file or folder"),
         (("throughput", "--random=llama-8b", "--baseline=statik"), "statik"),
         (("throughput", "--random=llama-8b", "--num-prompts=0"), "at least 1"),
+        (("serve", "--concurrency=1", "--request-rate=2"), "--concurrency or --request-rate"),
+        (("serve", "--endpoint=chats"), "chats"),
+        (("serve", "--tokenizer=gone"), "no such file or folder"),
         (("throughput", "quickstart", "--random=llama-8b"), "give a pipeline, or"),
         (("throughput", "gone.yaml"), "gone.yaml"),
         (("throughput", "gone-model"), "no such file or folder"),

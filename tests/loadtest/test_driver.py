@@ -19,6 +19,7 @@ from llmjax.loadtest.measure import ServiceLevels, measure
 from llmjax.loadtest.suite import Report, Run, System, run_suite
 from llmjax.loadtest.target import EngineTarget, TrafficRequest
 from llmjax.loadtest.workload import Lengths, Synthetic
+from llmjax.scheduling.lane_config import LaneConfig
 
 STEP = 0.01  # seconds of a launch
 
@@ -125,6 +126,16 @@ def test_refusals_are_records_and_the_others_go_on() -> None:
         figures = measure(trace, ServiceLevels())
         assert (figures.completed, figures.errors) == (4, {"ContextLengthError": 1})
         assert "600 tokens" in trace.records[2].error
+
+
+def test_requests_that_wait_too_long_for_their_lane_are_errors_of_their_own() -> None:
+    lanes = (LaneConfig(name="short", max_tokens=20, timeout=0.05), LaneConfig(name="long"))
+    requests = [TrafficRequest([1] * 5, 12, 12) for _ in range(6)]
+    figures = measure(run(SimulatedEngine(max_sequences=2, lanes=lanes), requests, arrivals.bursts(6, 1.0, 6)), ServiceLevels())
+    assert (figures.completed, figures.errors) == (2, {"timeout": 4})
+    longer = [TrafficRequest([1] * 5, 30, 30) for _ in range(6)]
+    figures = measure(run(SimulatedEngine(max_sequences=2, lanes=lanes), longer, arrivals.bursts(6, 1.0, 6)), ServiceLevels())
+    assert (figures.completed, figures.errors) == (6, {})
 
 
 def test_only_refused_requests_end_too() -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raw_server import DONE, HEAD, LAST, chunk, raw_server, text, whole
 from simulated_engine import SimulatedLLM
 from tiny_models import CONFIGS, random_params
 
 from llmjax.engine.llm import LLM
+from llmjax.loadtest import subjects
 from llmjax.pipeline import ConfigErrors, RunResult, load, loadtest_runner
 from llmjax.pipeline import run as run_stages
 from llmjax.pipeline.stages import engine as engine_stage
@@ -41,10 +43,10 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> SimulatedLLM:
 
 
 def in_virtual_time(monkeypatch: pytest.MonkeyPatch, llm: SimulatedLLM) -> None:
-    real = loadtest_runner.EngineTarget
+    real = subjects.EngineTarget
     monkeypatch.setattr(engine_stage, "build_engine", lambda *args, **options: llm)
     monkeypatch.setattr(engine_stage.EngineKind, "summary", lambda self, value: {})
-    monkeypatch.setattr(loadtest_runner, "EngineTarget", lambda engine: real(engine, clock=engine.clock, sleep=engine.sleep))
+    monkeypatch.setattr(subjects, "EngineTarget", lambda engine: real(engine, clock=engine.clock, sleep=engine.sleep))
 
 
 def run(path: Path, *sets: str) -> RunResult:
@@ -105,7 +107,38 @@ def test_a_target_must_be_an_engine(write: Write) -> None:
         load(write(STAGES), sets=["stages.loadtest.concurrency=4", "stages.loadtest.target=model"])
 
 
+def test_a_target_may_be_a_url_or_a_server(write: Write) -> None:
+    path = write("stages:\n  loadtest: {target: 'http://localhost:1', concurrency: 1}\n")
+    assert load(path).stage("loadtest").inputs == {}
+    served = STAGES.replace("  loadtest:", "  api: {uses: serve}\n  loadtest:")
+    assert load(write(served), sets=["stages.loadtest={target: api, concurrency: 1}"]).stage("loadtest").inputs == {
+        "target": "api"
+    }
+    with pytest.raises(ConfigErrors, match="gives a model, and this has to be an engine or a serve"):
+        load(write(STAGES), sets=["stages.loadtest.concurrency=4", "stages.loadtest.target=model"])
+    with pytest.raises(ConfigErrors, match="there is no stage 'localhost:8000'"):
+        load(path, sets=["stages.loadtest.target=localhost:8000"])
+
+
 # -- what a run leaves
+
+
+def test_a_server_is_loaded_over_http_and_a_baseline_of_engines_refused(write: Write) -> None:
+    answer = HEAD + b"".join(map(chunk, (text("a", tokens=1), text("b", reason="length", tokens=2), DONE))) + LAST
+    refused = whole(b'{"error": {"message": "the queue is full"}}', "429 Too Many Requests", "retry-after: 0")
+    with raw_server(refused, answer) as server:
+        path = write(
+            f"stages:\n  loadtest: {{target: '{server.url}', concurrency: 2, requests: 5, output_tokens: {{median: 2}},\n"
+            "    prompts: {tokens: {median: 5}}}\n"
+        )
+        result = run(path, "slo={errors: 0}", "baselines=[static]")
+        assert result.exit_code == 4
+        assert "closed 2: 1 requests failed" in result.stage("loadtest").error
+        one, static = figures()["runs"]
+        assert one["figures"]["errors"] == {"HTTP 429": 1}
+        assert (one["figures"]["completed"], static["figures"]["completed"]) == (4, 5)
+        assert one["figures"]["latencies"]["queue"]["count"] == 0  # a server does not tell
+        assert "only static works over HTTP" in run(path, "baselines=[fifo]").stage("loadtest").error
 
 
 def test_a_sweep_beside_baselines(write: Write, llm: SimulatedLLM) -> None:

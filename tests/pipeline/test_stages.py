@@ -168,6 +168,19 @@ def test_a_chat_template_of_ones_own(write: Write, calls: list[tuple[str, Any]],
         load(path, sets=["stages.model.source={path: null, random: {preset: llama-8b}}"])
 
 
+def test_random_weights_may_borrow_a_tokenizer(write: Write, calls: list[tuple[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    (tmp_path / "t.jinja").write_text("{{ messages }}", "utf-8")
+    path = write("stages:\n  model: {source: {random: {preset: llama-8b, tokenizer: made}}}\n  engine: {}\n")
+    assert run(load(path)).ok
+    tokenizer = calls[-1][1][2]
+    assert (tokenizer.path, hasattr(tokenizer, "template")) == (str(tmp_path / "made"), False)
+    assert run(load(path, sets=[f"stages.model.chat_template={tmp_path / 't.jinja'}"])).ok
+    assert calls[-1][1][2].template == "{{ messages }}"
+    with pytest.raises(ConfigErrors, match="tokenizer: no such file or folder"):
+        run(load(path, sets=["stages.model.source.random.tokenizer=gone"]))
+
+
 def test_sha256_is_checked_before_loading(write: Write, calls: list[tuple[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "dir").mkdir()
     (tmp_path / "dir/model.safetensors").write_bytes(b"weights")

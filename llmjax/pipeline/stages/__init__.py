@@ -32,11 +32,19 @@ class StageInput:
         field: key of the stage that names the earlier stage, dotted when it is in a section (``speculative.draft``).
         gives: what the earlier stage has to give.
         implicit: without the key, the only earlier stage that gives it is taken; otherwise the input is left out.
+        also: what else a stage that is named may give.
+        urls: the key may hold an http or https URL instead of a stage's name; then the input is left out.
     """
 
     field: str
     gives: str
     implicit: bool = True
+    also: tuple[str, ...] = ()
+    urls: bool = False
+
+    def leaves(self, name: str) -> bool:
+        """Whether what the key says is no stage."""
+        return self.urls and name.startswith(("http://", "https://"))
 
 
 @dataclasses.dataclass(frozen=True)

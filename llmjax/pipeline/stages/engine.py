@@ -265,12 +265,15 @@ def build_engine(reference: ModelReference, config: EngineConfig, context: Stage
         use_compile_cache(config.compile_cache)  # before loading, which compiles too
 
     loaded = reference.load(context.digests)
-    template = reference.section.chat_template
-    if template is None:
+    random, template = reference.section.source.random, reference.section.chat_template
+    borrowed = None if random is None else random.tokenizer
+    if template is None and borrowed is None:
         return LLM(loaded, engine_config=config, startup=startup)
-    assert loaded.path is not None, "the schema refuses a template for random weights"
-    tokenizer = load_tokenizer(loaded.path)
-    tokenizer.use_chat_template(read_template(template))
+    place = borrowed if borrowed is not None else loaded.path
+    assert place is not None, "the schema refuses a template for random weights without a tokenizer"
+    tokenizer = load_tokenizer(place)
+    if template is not None:
+        tokenizer.use_chat_template(read_template(template))
     return LLM(loaded, engine_config=config, tokenizer=tokenizer, startup=startup)
 
 

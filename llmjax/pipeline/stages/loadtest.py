@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from llmjax.errors import ConfigError
 from llmjax.pipeline.schema import Duration, InputPath, OneOrMore, OutputPath, Section, Share, StageSection, located
@@ -75,10 +75,40 @@ class ServiceLevelSection(Section):
     errors: int | None = Field(None, ge=0, description="Failed requests at most.")
 
 
+class HttpSection(Section):
+    """How a server is asked, when the target is a URL or a serve stage."""
+
+    model: str | None = Field(None, min_length=1, description="The model's name at the server; by default the first it serves.")
+    api_key: SecretStr | None = Field(None, description="Key that the server wants as a bearer token.")
+    endpoint: Literal["completions", "chat"] = Field(
+        "completions", description="Of prompts that are texts. Token ids go to completions, messages to chat."
+    )
+    usage_per_event: bool = Field(
+        True,
+        description="Ask for continuous_usage_stats, so that the tokens of each event are known. Off for a server that refuses "
+        "it: an event then counts as one token, and what the usage at the end has beyond that as the last event's.",
+    )
+    retries: int = Field(0, ge=0, description="How often a request that was answered with 429 or 503 is sent again.")
+    silence: Duration = Field(300.0, gt=0, description="Time without a byte after which a request has failed.")
+    vocabulary: int = Field(1000, ge=1, description="Random prompts are token ids below this.")
+    tokenizer: InputPath | None = Field(
+        None,
+        description="A model folder or .gguf file whose tokenizer makes texts of random prompts, so that the server's has to "
+        "work; ids are then drawn from all it has. Lengths are about those asked for, and told as the server counts them.",
+    )
+
+
 class LoadtestSection(StageSection):
     """Send traffic of a declared shape and report percentiles, throughput and errors."""
 
-    target: str | None = Field(None, description="Engine stage that is loaded; by default the only earlier one.")
+    target: str | None = Field(
+        None,
+        description="What is loaded: an engine stage (by default the only earlier one), a serve stage, or the URL of any "
+        "OpenAI-compatible server.",
+    )
+    http: HttpSection = Field(
+        default_factory=lambda: HttpSection.model_validate({}), description="How a server is asked that is the target."
+    )
     profile: Literal["closed", "poisson", "burst", "sweep", "recorded"] = Field(
         "closed",
         description="closed: clients that each wait for their answer; sweep: the same over several numbers of clients; poisson: "
@@ -160,7 +190,7 @@ class LoadtestKind(StageKind[LoadtestSection]):
     name = "loadtest"
     section = LoadtestSection
     gives = "report"
-    inputs = (StageInput("target", "engine"),)
+    inputs = (StageInput("target", "engine", also=("serve",), urls=True),)
 
     def run(self, context: StageContext[LoadtestSection]) -> Any:
         """Loads the engine and writes the report. Interrupted, it writes what it has."""
@@ -171,7 +201,7 @@ class LoadtestKind(StageKind[LoadtestSection]):
             longest = config.output_tokens.max
             if longest > config.max_tokens:
                 raise ConfigError(f"output_tokens.max {longest} is above max_tokens {config.max_tokens}: raise the second")
-        report = run_loadtest(context.inputs["target"], context)
+        report = run_loadtest(context.inputs.get("target"), context)
         if report.interrupted:
             raise KeyboardInterrupt
         return Missed(report, "; ".join(report.missed)) if report.missed else report

@@ -61,6 +61,11 @@ class RandomSection(Section):
     scale: float | None = Field(
         None, gt=0, description="Size of the weights; by default small ones, as other engines' dummy loaders have."
     )
+    tokenizer: InputPath | None = Field(
+        None,
+        description="A model folder or .gguf file whose tokenizer to use, so that texts can be asked for; by default there is "
+        "none, and prompts are token ids.",
+    )
 
     @model_validator(mode="after")
     def _one_shape(self) -> RandomSection:
@@ -120,7 +125,8 @@ class ModelSection(StageSection):
 
     @model_validator(mode="after")
     def _template_needs_a_tokenizer(self) -> ModelSection:
-        if self.chat_template is not None and self.source.random is not None:
+        random = self.source.random
+        if self.chat_template is not None and random is not None and random.tokenizer is None:
             raise located("random weights have no tokenizer, so that a chat template means nothing", "chat_template")
         return self
 
