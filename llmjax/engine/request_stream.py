@@ -201,7 +201,7 @@ class RequestStream:
     @property
     def ends(self) -> bool:
         """Whether what can be taken now is the last: the end of the request, or its error."""
-        return self._error is not None or (self._waiting is not None and self._waiting.last.finished)
+        return self._error is not None or (self._waiting is not None and self._waiting.finished)
 
     def _close(self, *, ended: bool) -> None:
         self.closed = True

@@ -6,6 +6,7 @@ which has all of it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.resources
 import logging
@@ -71,7 +72,9 @@ class DashboardEvents:
             log.info("a viewer of the dashboard took nothing for %g s: it was dropped", self._service.config.send_timeout)
 
     async def _send_events(self, sender: EventSender) -> None:
-        async with contextlib.aclosing(self.feed.events()) as events:
-            async for data in events:
-                await sender.send(data)
-        await sender.send(b"", last=True)
+        clock = asyncio.get_running_loop().time
+        async with sender.watched():
+            async with contextlib.aclosing(self.feed.events()) as events:
+                async for data in events:
+                    await sender.send(data, clock())
+            await sender.send(b"", clock(), last=True)
