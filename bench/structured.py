@@ -22,6 +22,7 @@ import numpy as np
 from bench.rows import Rows
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.engine import Engine
+from llmjax.engine.grammar import GrammarCompiler
 from llmjax.engine.llm import LLM
 from llmjax.engine.tokenizer import Tokenizer, load_tokenizer
 from llmjax.model.checkpoint.load import load_model
@@ -53,6 +54,20 @@ def main() -> None:
     args = _arguments()
     rows = Rows(args.json)
     tokenizer = load_tokenizer(find_gguf_in_package(args.package))
+    size = tokenizer.vocab_size
+    for name, form in FORMS.items():
+        compiler = GrammarCompiler(
+            tokenizer, vocab_size=size, num_tokens=size, eos_ids=tokenizer.eos_ids, compiled=lambda _: None
+        )
+        compiler.compile(StructuredOutput(choice=["the library's tokenizer is made at the first use"]))
+        compile_ms, take_ms, fill_ms = _masks(compiler, form, args.tokens)
+        rows.add(form=name, matchers=MATCHERS, vocabulary=size, compile_ms=compile_ms, take_ms=take_ms, fill_ms=fill_ms)
+    if not args.masks_only:
+        _rows(rows, tokenizer, args)
+    rows.close(["plain", "structured", "plain_ms", "structured_ms"])
+
+
+def _rows(rows: Rows, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
     loaded = load_model(package=None if args.preset else args.package, random=args.preset, dtype=args.dtype)
     structured = (0, 1, 8)
     config = EngineConfig(
@@ -72,13 +87,7 @@ def main() -> None:
     for number in (1, structured[-1]):
         _, structured_ms = _beside(engine, 0, number, args)
         rows.add(plain=0, structured=number, plain_ms=None, structured_ms=structured_ms)
-    for name, form in FORMS.items():
-        compile_ms, take_ms, fill_ms = _masks(engine, tokenizer, form, args.tokens)
-        rows.add(
-            form=name, matchers=MATCHERS, vocabulary=tokenizer.vocab_size, compile_ms=compile_ms, take_ms=take_ms, fill_ms=fill_ms
-        )
     rows.add(compiles_after_ready=engine.runner.compiles_after_ready)
-    rows.close(["plain", "structured", "plain_ms", "structured_ms"])
 
 
 def _beside(engine: Engine, plain: int, structured: int, args: argparse.Namespace) -> tuple[float | None, float | None]:
@@ -109,14 +118,14 @@ def _beside(engine: Engine, plain: int, structured: int, args: argparse.Namespac
     return each(ids), each(others)
 
 
-def _masks(engine: Engine, tokenizer: Tokenizer, form: StructuredOutput, tokens: int) -> tuple[float, float, float]:
+def _masks(compiler: GrammarCompiler, form: StructuredOutput, tokens: int) -> tuple[float, float, float]:
     """Milliseconds to compile a form, and medians over `tokens` tokens of `MATCHERS` outputs drawn from what is allowed."""
     started = time.perf_counter()
-    engine.grammars.compile(form)
+    compiler.compile(form)
     compile_ms = (time.perf_counter() - started) * 1e3
     draw = np.random.default_rng(0)
     params = SamplingParams(structured=form, n=MATCHERS, ignore_eos=True)
-    matchers = engine.grammars.matchers(params, ())
+    matchers = compiler.matchers(params, ())
     takes, fills = [], []
     for _ in range(tokens):
         bits = [np.unpackbits(matcher.allowed.view(np.uint8), bitorder="little") for matcher in matchers]
@@ -124,12 +133,12 @@ def _masks(engine: Engine, tokenizer: Tokenizer, form: StructuredOutput, tokens:
         started = time.perf_counter()
         goes_on = [matcher.take(token) for matcher, token in zip(matchers, chosen, strict=True)]
         taken = time.perf_counter()
-        engine.grammars.fill(matchers)
+        compiler.fill(matchers)
         filled = time.perf_counter()
         takes.append((taken - started) * 1e3)
         fills.append((filled - taken) * 1e3)
         if not all(goes_on) or any(matcher.complete or matcher.error is not None for matcher in matchers):
-            matchers = engine.grammars.matchers(params, ())
+            matchers = compiler.matchers(params, ())
     return compile_ms, float(np.median(takes)), float(np.median(fills))
 
 
@@ -145,6 +154,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kv-gib", type=float)
     parser.add_argument("--dtype")
     parser.add_argument("--compile-cache")
+    parser.add_argument("--masks-only", action="store_true")
     parser.add_argument("--json")
     return parser.parse_args()
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "orbax"}
-HEAVY = {"pydantic", "starlette", "ruamel", "transformers", "typer", "rich", "torch"}
+HEAVY = {"llguidance", "pydantic", "starlette", "ruamel", "transformers", "typer", "rich", "torch"}
 
 # package (or file) -> llmjax packages it may import at module level; its own is always allowed
 ALLOWED: dict[str, set[str]] = {
