@@ -73,6 +73,11 @@ HERMES_CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
     ('<tool_call>{"name": "unheard_of", "arguments": {}}</tool_call>', "", [("unheard_of", "{}")]),
     # a model's line breaks within strings become escapes; all else stays
     ('<tool_call>{"name": "f", "arguments": {"a": "x\ny\t\\\nz"\n}}</tool_call>', "", [("f", '{"a": "x\\ny\\t\\nz"\n}')]),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": "\\</tool_call>"}}</tool_call>',
+        "",
+        [("f", '{"a": "\\</tool_call>"}')],
+    ),
     # broken before it is certain to be a call: content again, and what follows is still looked at
     ('<tool_call>{"name": f}</tool_call> or so', '<tool_call>{"name": f}</tool_call> or so', []),
     ("<tool_call>{'name': 'f', 'arguments': {}}", "<tool_call>{'name': 'f', 'arguments': {}}", []),
