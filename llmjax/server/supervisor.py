@@ -118,6 +118,8 @@ class Supervisor:
         for failures in range(self._restart + 1):
             code, was_ready = await self._run_engine()
             if self._stopping.is_set():
+                if code < 0:
+                    log.error("the engine's process %s before it had stopped", _ending(code))
                 return code if code >= 0 else INTERRUPTED
             if code == 0 or (code > 0 and failures == 0 and not was_ready):
                 return code  # it is done, or could not begin and has said why
@@ -142,6 +144,8 @@ class Supervisor:
         """One life of the engine's process: how it ended, and whether it ever served."""
         async with _child(self._engine_program) as child:
             self._engine = child
+            if self._stopping.is_set():  # told while it was being started
+                child.control.send("stop")
             for worker in self._workers:
                 self._join(worker)
             try:
