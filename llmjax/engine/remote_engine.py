@@ -7,6 +7,7 @@ Everything happens on one event loop. Outlives its engine: when the socket close
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import pickle
 import socket
@@ -61,9 +62,10 @@ class RemoteEngine(EngineClient):
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         tasks: list[asyncio.Task[None]] = []
         try:
-            self._hello = await read_frame(reader)
-            assert isinstance(self._hello, Hello)
-            self._tokenizer = pickle.loads(self._hello.tokenizer)
+            hello = await read_frame(reader)
+            assert isinstance(hello, Hello)
+            self._hello = dataclasses.replace(hello, tokenizer=b"")  # megabytes
+            self._tokenizer = pickle.loads(hello.tokenizer)
             self._said, self._heard = Health("ready"), time.monotonic()
             self._on_hello()
             self._writer = writer
@@ -147,7 +149,8 @@ class RemoteEngine(EngineClient):
             return self._expected
         if self._is_silent():
             return Health("stuck", f"the engine's process has said nothing for {self._told.watchdog:g} s")
-        return self._said
+        # One that has died may be started again: only whoever runs its process can say that it is gone.
+        return Health("starting", self._said.reason) if self._said.gone else self._said
 
     def _is_silent(self) -> bool:
         return time.monotonic() - self._heard > self._told.watchdog + 2.0  # its heartbeat comes on top

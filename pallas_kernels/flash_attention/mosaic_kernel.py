@@ -305,7 +305,7 @@ class _Warpgroup:
 
         @pl.when((live > dead) & (live - dead < plan.tokens))
         def _() -> None:
-            self.single[self.warpgroup] = result
+            _store_plain(self.single.at[self.warpgroup], result)
             plgpu.commit_smem()
 
             @pl.loop(dead, live)
@@ -313,3 +313,14 @@ class _Warpgroup:
                 for head in range(plan.heads):
                     source = self.single.at[self.warpgroup, pl.ds(head * plan.tokens + one, 1)]
                     plgpu.copy_smem_to_gmem(source, out.at[pl.ds(token + one, 1), unit.head + head])
+
+
+def _store_plain(ref: Any, value: Array) -> None:
+    """`ref[...] = value` for memory without tiles, whatever the conflicts of its banks.
+
+    From jax 0.12 on an assignment insists on none, and at head dim 256 the search for such a layout does not end.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

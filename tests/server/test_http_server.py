@@ -26,6 +26,7 @@ from llmjax.engine.async_engine import AsyncEngine
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.outputs import RequestOutput
 from llmjax.errors import LlmjaxError
+from llmjax.server import http_server
 from llmjax.server.app import create_app
 from llmjax.server.config import ServerConfig
 from llmjax.server.http_server import HttpServer
@@ -57,6 +58,18 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+def connection_with_small_buffer(url: str, body: dict[str, Any]) -> socket.socket:
+    """A request on a socket that nobody reads, so that the server's writes soon find no room."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(60)
+    connection.connect((host, int(port)))
+    data = json.dumps(body).encode()
+    connection.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
 
 
 def post_raw(url: str, body: dict[str, Any]) -> socket.socket:
@@ -91,6 +104,28 @@ def test_streams_arrive_while_they_are_made_and_end_with_the_server(server: Http
         server.close()
         events = parse_events(first + b"".join(chunks))
     assert events[-1]["error"]["code"] == "unavailable"
+
+
+def test_a_reader_that_takes_nothing_is_dropped_without_a_word_of_a_bug(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket is closed too, although what was sent to it has not been taken."""
+    monkeypatch.setattr(http_server, "_CLOSING", 0.5)
+    engine = AsyncEngine(SlowEngine())
+    app = create_app(engine, ServerConfig(served_names=("tiny",), send_timeout=0.2))
+    server = HttpServer(app, engine, host="127.0.0.1", port=0, drain=0.2)
+    server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of the connections too
+    server.start()
+    body = {"prompt": "a" * 100, "max_tokens": 8000, "stream": True, "logprobs": 5}
+    with connection_with_small_buffer(server.url, body) as connection:
+        until(lambda: engine.num_open == 1)
+        until(lambda: engine.num_open == 0)
+        until(lambda: not server._server.server_state.connections)
+        while connection.recv(2**16):
+            pass
+    server.close()
+    assert [record.levelname for record in caplog.records if "took nothing" in record.getMessage()] == ["WARNING"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_port_that_is_taken_is_one_clear_line(server: HttpServer) -> None:

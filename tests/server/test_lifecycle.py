@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from served import ENDPOINTS, Exchange, Served, parse_events, run
 
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.outputs import RequestOutput
+from llmjax.server import generation
 
 LONG: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True, "temperature": 0}
 BODIES: dict[str, dict[str, Any]] = {
@@ -189,7 +191,11 @@ def test_a_dead_engine_ends_streams_with_an_error_and_shows(stream: bool) -> Non
             assert "boom" in error_of(exchange)["message"]
         for path in ("/livez", "/readyz", "/health"):
             response = await served.request("GET", path)
-            assert (response.status_code, response.json()["status"]) == (503, "dead")
+            if Served.far:  # whether another one is started is for the supervisor to say
+                assert (response.status_code, response.json()["status"]) == (200 if path == "/livez" else 503, "starting")
+            else:
+                assert (response.status_code, response.json()["status"]) == (503, "dead")
+            assert "boom" in response.json()["reason"]
         refused = await served.request("POST", "/v1/completions", {"prompt": "a"})
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
@@ -298,6 +304,24 @@ def test_a_reader_that_takes_nothing_is_dropped_and_one_that_is_slow_gets_merged
     run(main())
 
 
+def test_a_request_has_arrived_when_its_body_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenising and waiting for the engine count as the server's time, however long they take."""
+    monkeypatch.setattr(generation, "time", SimpleNamespace(monotonic_ns=lambda: 12345, time=time.time))
+    arrivals: list[int | None] = []
+
+    class Noting(HeldEngine):
+        def add_request(self, *args: Any, arrival_ns: int | None = None, **options: Any) -> str:
+            arrivals.append(arrival_ns)
+            return super().add_request(*args, **options)
+
+    served = Served(Noting())
+    for path in ENDPOINTS:
+        assert served.post(path, {**BODIES[path], "max_tokens": 1}).status_code == 200
+    assert served.post("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1}).status_code == 200
+    assert arrivals == [12345] * 4
+    served.stop()
+
+
 def test_an_answer_can_be_aborted_by_its_id(served: Served, scripted: Scripted) -> None:
     async def main() -> None:
         await served.engine.call(lambda: scripted.script([98] * 127))
@@ -316,6 +340,53 @@ def test_an_answer_can_be_aborted_by_its_id(served: Served, scripted: Scripted) 
         await asyncio.gather(named.task, other.task)
         assert served.engine.num_open == 0
         assert other.data.endswith(b"data: [DONE]\n\n")
+
+    with paced(scripted.engine):
+        run(main())
+
+
+def test_aborted_requests_are_counted_alike_in_every_series(served: Served, scripted: Scripted) -> None:
+    """B31."""
+
+    async def series() -> dict[str, float]:
+        lines = (await served.request("GET", "/metrics")).text.splitlines()
+        found = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+        return {name: float(value) for name, value in found}
+
+    async def main() -> None:
+        await served.engine.call(lambda: scripted.script([98] * 127))
+        before = await series()
+        exchanges = [Exchange(served.app, "/v1/completions", {**BODIES["/v1/completions"], "stream": True}) for _ in range(5)]
+        await until(lambda: exchanges[0].status == 200)
+        for exchange in exchanges:
+            exchange.leave()
+        await asyncio.gather(*(exchange.task for exchange in exchanges))
+        await until(lambda: served.engine.num_open == 0)
+        await served.engine.call(lambda: None)
+        after = await series()
+        grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        assert grown['llmjax:request_success_total{finished_reason="abort",lane="all",model_name="tiny"}'] == 5
+        assert grown['llmjax:e2e_request_latency_seconds_count{lane="all",model_name="tiny"}'] == 5
+        assert grown['llmjax:request_segment_seconds_count{lane="all",model_name="tiny",segment="queue"}'] == 5
+        assert grown['llmjax:request_prompt_tokens_sum{lane="all",model_name="tiny"}'] == 5
+
+    with paced(scripted.engine):
+        run(main())
+
+
+def test_an_interrupted_turn_keeps_its_prefix(served: Served, scripted: Scripted) -> None:
+    """B32: what was computed before the client left is found again by its next turn."""
+
+    async def main() -> None:
+        await served.engine.call(lambda: scripted.script([98] * 127))
+        prompt = [97 + index % 7 for index in range(50)]
+        first = Exchange(served.app, "/v1/completions", {"prompt": prompt, "max_tokens": 60, "ignore_eos": True, "stream": True})
+        await until(lambda: first.status == 200)
+        first.leave()
+        await first.task
+        await until(lambda: served.engine.num_open == 0)
+        answer = await served.request("POST", "/v1/completions", {"prompt": [*prompt, 98, 99], "max_tokens": 2})
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 48
 
     with paced(scripted.engine):
         run(main())
