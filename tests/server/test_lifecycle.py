@@ -365,10 +365,10 @@ def test_aborted_requests_are_counted_alike_in_every_series(served: Served, scri
         await served.engine.call(lambda: None)
         after = await series()
         grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
-        assert grown['llmjax_requests_total{lane="all",reason="abort"}'] == 5
-        assert grown['llmjax_request_seconds_count{lane="all"}'] == 5
-        assert grown['llmjax_request_segment_seconds_count{lane="all",segment="queue"}'] == 5
-        assert grown['llmjax_prompt_tokens_total{lane="all"}'] == 5
+        assert grown['llmjax:request_success_total{finished_reason="abort",lane="all",model_name="tiny"}'] == 5
+        assert grown['llmjax:e2e_request_latency_seconds_count{lane="all",model_name="tiny"}'] == 5
+        assert grown['llmjax:request_segment_seconds_count{lane="all",model_name="tiny",segment="queue"}'] == 5
+        assert grown['llmjax:request_prompt_tokens_sum{lane="all",model_name="tiny"}'] == 5
 
     with paced(scripted.engine):
         run(main())
