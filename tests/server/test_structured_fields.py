@@ -145,7 +145,7 @@ def test_one_bad_form_of_many_prompts_leaves_none_behind(served: Served, scripte
 
 def test_compilations_are_counted_once(served: Served, scripted: Scripted) -> None:
     def count() -> float:
-        return float(scripted.engine.metrics.registry.get_sample_value("llmjax_grammar_compilation_seconds_count") or 0)
+        return float(scripted.engine.metrics.registry.get_sample_value("llmjax:grammar_compilation_seconds_count") or 0)
 
     random_logits(scripted)
     before = count()
