@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from llmjax.errors import ConfigError
+from llmjax.server.traffic_log import TrafficConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,8 +18,10 @@ class ServerConfig:
         strict: refuse unknown fields; otherwise they are ignored, and listed in the header `x-llmjax-warning`.
         max_body_bytes: of a request; more is answered with 413.
         keep_alive: seconds of silence after which a stream gets a comment, and after which its headers are sent.
-        send_timeout: seconds that a client may take to accept what was sent; then it is dropped and its request aborted.
+        send_timeout: seconds that a client may take to accept what was sent; then it is dropped and its request aborted. Also
+            those that it may take to send a body; then it is answered with 408.
         cors_origins: web pages that may call the server; "*" is all, empty none.
+        traffic: which requests and outputs are kept in a file; None: none.
     """
 
     served_names: tuple[str, ...]
@@ -28,6 +31,7 @@ class ServerConfig:
     keep_alive: float = 5.0
     send_timeout: float = 60.0
     cors_origins: tuple[str, ...] = ()
+    traffic: TrafficConfig | None = None
 
     def __post_init__(self) -> None:
         if not self.served_names or not all(self.served_names):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -38,7 +38,8 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         try:
-            data = await read_body(scope, receive, self._service.config.max_body_bytes)
+            config = self._service.config
+            data = await read_body(scope, receive, config.max_body_bytes, config.send_timeout)
         except HttpError as error:
             await error_response(error, 0)(scope, receive, send)
             return
@@ -57,16 +58,18 @@ class Generation:
             wake = asyncio.Event()
             with service.answering(response_id, max(1, len(request.prompts))) as ids:
                 streams = await self._submit(request, ids, wake)
+                outputs: dict[int, RequestOutput] = {}
                 try:
                     if events is not None:
-                        await self._stream(request, streams, wake, events, response_id, model)
+                        await self._stream(request, streams, wake, events, response_id, model, outputs)
+                        self._keep(request, outputs, response_id, model)
                         return
-                    outputs: dict[int, RequestOutput] = {}
                     async for news in _read_together(streams, wake, None):
                         outputs.update(news)
                 finally:
                     for stream in streams:
                         stream.close()
+            self._keep(request, outputs, response_id, model)
             body = response_body(
                 request,
                 [outputs[index] for index in range(len(streams))],
@@ -88,6 +91,11 @@ class Generation:
                 return
             response = error_response(error, service.engine.retry_after())
         await response(scope, receive, send)
+
+    def _keep(self, request: ApiRequest, outputs: Mapping[int, RequestOutput], response_id: str, model: str) -> None:
+        if self._service.traffic is not None:
+            ended = [outputs[index] for index in sorted(outputs)]
+            self._service.traffic.record(request, ended, response_id=response_id, model=model)
 
     async def _submit(self, request: ApiRequest, ids: Sequence[str], wake: asyncio.Event) -> list[RequestStream]:
         """A stream for each prompt; either all of them are taken or none is."""
@@ -120,9 +128,12 @@ class Generation:
         events: EventSender,
         response_id: str,
         model: str,
+        outputs: dict[int, RequestOutput],
     ) -> None:
+        """Send the events; `outputs` gets the last output of each stream."""
         writer = EventWriter(request, response_id=response_id, model=model, created=int(time.time()), decode=self._service.decode)
         async for news in _read_together(streams, wake, self._service.config.keep_alive):
+            outputs.update(news)
             data = b"".join(writer.events(index, output) for index, output in news)
             if data or not news:
                 await events.send(data or KEEP_ALIVE)

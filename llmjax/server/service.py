@@ -17,6 +17,7 @@ from llmjax.server.http_errors import HttpError
 from llmjax.server.metrics import ServerMetrics
 from llmjax.server.protocol import ApiRequest, Endpoint, parse_request, unknown_fields
 from llmjax.server.strict_json import kind, load_json, printable
+from llmjax.server.traffic_log import TrafficLog
 
 _OWN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _WARNED_FIELDS = 20
@@ -30,6 +31,10 @@ class Service:
         self.config = config
         self.created = int(time.time())
         self.metrics = ServerMetrics(engine)
+        self.traffic: TrafficLog | None = None
+        if config.traffic is not None:
+            self.traffic = TrafficLog(config.traffic, self.decode)
+            self.metrics.registry.register(self.traffic)
         self._active: dict[str, list[str]] = {}  # answer's id -> the engine's ids of its requests
         self._numbers = itertools.count()
 
@@ -72,6 +77,11 @@ class Service:
         """The text of a prompt that was given as ids."""
         tokenizer = self.engine.engine.tokenizer
         return "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)
+
+    def close(self) -> None:
+        """What waits for a file is written. Blocks; the service must not be used any more."""
+        if self.traffic is not None:
+            self.traffic.close()
 
     # -- answers under way
 
