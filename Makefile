@@ -5,9 +5,11 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 VENV := .venv
 VENV_NEXT := .venv-jax012
+VENV_CLIENTS := .venv-clients
 PY := $(VENV)/bin/python
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 LOCKS := requirements.lock requirements-models.lock
+LOCKS_CLIENTS := $(LOCKS) requirements-clients.lock
 
 # The first Python that is there, runs and is new enough. A name on the path may be a shim that only prints an error.
 PYTHON ?= $(shell for p in python3.12 python3.13 python3 $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python3; do \
@@ -15,7 +17,7 @@ PYTHON ?= $(shell for p in python3.12 python3.13 python3 $(HOME)/.pyenv/versions
 UV ?= $(shell for u in uv $(HOME)/.local/bin/uv $(HOME)/.pyenv/versions/*/bin/uv; do \
 	"$$u" --version >/dev/null 2>&1 && { echo "$$u"; break; }; done)
 
-.PHONY: run test test-slow test-next lint types lock clean
+.PHONY: run test test-slow test-next test-clients lint types lock clean
 
 run: $(VENV)/.installed
 	$(VENV)/bin/llmjax run quickstart
@@ -32,6 +34,10 @@ test-next: $(VENV_NEXT)/.installed
 	then $(VENV_NEXT)/bin/python -c 'import jax; print("testing on jax", jax.__version__)' && $(VENV_NEXT)/bin/python -m pytest $(PARALLEL); \
 	else echo "skipped: no jax newer than the locked one can be installed here"; fi
 
+# Programs of others (openai, langchain, lm-eval, schemathesis) against a server of SmolLM2, in one process.
+test-clients: $(VENV_CLIENTS)/.installed
+	$(VENV_CLIENTS)/bin/python -m pytest -m clients tests/server/clients
+
 lint: $(VENV)/.installed
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -39,30 +45,34 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(PY) -m mypy
 
-# $(call install,FOLDER): a virtual environment with the locks' packages and this project, editable.
+# $(call install,FOLDER,LOCKS): a virtual environment with the locks' packages and this project, editable.
 define install
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "llmjax needs Python 3.12 or newer and found none; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; fi
 	@echo "installing into $(1) with $(PYTHON)$(if $(UV), and uv)"
 	@if [ -n "$(UV)" ]; then \
 		[ -x $(1)/bin/python ] || "$(UV)" venv --quiet --python "$$("$(PYTHON)" -c 'import sys; print(sys.executable)')" $(1); \
-		"$(UV)" pip install --quiet --python $(1)/bin/python --no-deps --require-hashes $(LOCKS:%=-r %); \
+		"$(UV)" pip install --quiet --python $(1)/bin/python --no-deps --require-hashes $(2:%=-r %); \
 		"$(UV)" pip install --quiet --python $(1)/bin/python --no-deps --no-build-isolation -e .; \
 	else \
 		[ -x $(1)/bin/python ] || "$(PYTHON)" -m venv $(1); \
 		$(1)/bin/python -m pip --version >/dev/null 2>&1 || $(1)/bin/python -m ensurepip >/dev/null; \
-		$(1)/bin/python -m pip install --quiet --no-deps --require-hashes $(LOCKS:%=-r %); \
+		$(1)/bin/python -m pip install --quiet --no-deps --require-hashes $(2:%=-r %); \
 		$(1)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .; \
 	fi
 endef
 
 $(VENV)/.installed: $(LOCKS) pyproject.toml
-	$(call install,$(VENV))
+	$(call install,$(VENV),$(LOCKS))
 	@touch $@
 
-# A second environment, upgraded past the lock. A registry without a newer JAX leaves it as locked, which test-next reports.
+$(VENV_CLIENTS)/.installed: $(LOCKS_CLIENTS) pyproject.toml
+	$(call install,$(VENV_CLIENTS),$(LOCKS_CLIENTS))
+	@touch $@
+
+# Another environment, upgraded past the lock. A registry without a newer JAX leaves it as locked, which test-next reports.
 $(VENV_NEXT)/.installed: $(LOCKS) pyproject.toml
-	$(call install,$(VENV_NEXT))
+	$(call install,$(VENV_NEXT),$(LOCKS))
 	@if [ -n "$(UV)" ]; then \
 		"$(UV)" pip install --quiet --python $(VENV_NEXT)/bin/python --upgrade "jax>=0.12,<0.13" || true; \
 	else \
@@ -70,11 +80,13 @@ $(VENV_NEXT)/.installed: $(LOCKS) pyproject.toml
 	fi
 	@touch $@
 
-# Rewrites the lock (needs uv). It names packages and hashes, never a registry.
+# Rewrites the locks (needs uv). They name packages and hashes, never a registry. What the clients share with us is of our version.
 lock:
 	"$(UV)" pip compile pyproject.toml --extra dev --universal --python-version 3.12 --constraint <(echo jax==0.11.2) \
 		--generate-hashes --no-annotate --no-header --quiet --upgrade -o requirements.lock
-	@! grep -nE '://|^--' requirements.lock
+	"$(UV)" pip compile --group clients --universal --python-version 3.12 --constraint requirements.lock \
+		--generate-hashes --no-annotate --no-header --quiet --upgrade -o requirements-clients.lock
+	@! grep -nE '://|^--' requirements.lock requirements-clients.lock
 
 clean:
-	rm -rf $(VENV) $(VENV_NEXT) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_NEXT) $(VENV_CLIENTS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -101,7 +101,8 @@ def read_traffic(path: Path, *, output_tokens: int, limit: int | None, max_token
     """Requests of a JSONL file, the first `limit`.
 
     A line is a text, or an object with `prompt` (text or token ids) or `messages`, and if it likes `output_tokens` (or
-    `max_tokens`; default `output_tokens`) and `arrival`, seconds since any moment. Raises `StoreError` with file and line.
+    `max_tokens`; default `output_tokens`) and `arrival`, seconds since any moment; or one of a server's traffic log, of which
+    the first choice of each prompt counts. Raises `StoreError` with file and line.
     """
     requests: list[TrafficRequest] = []
     try:
@@ -109,8 +110,8 @@ def read_traffic(path: Path, *, output_tokens: int, limit: int | None, max_token
             for number, line in enumerate(file, 1):
                 if limit is not None and len(requests) >= limit:
                     break
-                if line.strip():
-                    requests.append(_traffic_line(line, f"{path}:{number}", output_tokens, max_tokens))
+                if line.strip() and (request := _traffic_line(line, f"{path}:{number}", output_tokens, max_tokens)):
+                    requests.append(request)
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"the traffic file {path} cannot be read: {error}") from None
     if not requests:
@@ -126,14 +127,31 @@ def read_traffic(path: Path, *, output_tokens: int, limit: int | None, max_token
 
 
 _KEYS = {"prompt", "messages", "output_tokens", "max_tokens", "arrival"}
+_LOGGED = {"time", "choice", "output", "sampling"}  # what tells a line of a server's traffic log
 
 
-def _traffic_line(line: str, at: str, default: int, max_tokens: int | None) -> TrafficRequest:
+def _of_a_log(line: dict[str, Any]) -> dict[str, Any] | None:
+    """A line of a server's traffic log as one of a traffic file; None for a further choice of the same prompt."""
+    if line.get("choice") != 0:
+        return None
+    names = {"prompt_ids": "prompt", "prompt": "prompt", "messages": "messages"}
+    fields = {names[name]: line[name] for name in names if name in line}
+    sampling = line.get("sampling")
+    most = sampling.get("max_tokens") if isinstance(sampling, dict) else None
+    asked = line.get("output_tokens") or 1  # a prompt that was only scored
+    return {**fields, "output_tokens": asked, "max_tokens": most or asked, "arrival": line.get("time")}
+
+
+def _traffic_line(line: str, at: str, default: int, max_tokens: int | None) -> TrafficRequest | None:
     try:
         value = json.loads(line)
     except ValueError as error:
         raise StoreError(f"{at}: no JSON: {error}") from None
-    fields: dict[str, Any] = {"prompt": value} if isinstance(value, str | list) else value
+    fields: Any = {"prompt": value} if isinstance(value, str | list) else value
+    if isinstance(fields, dict) and fields.keys() >= _LOGGED:
+        fields = _of_a_log(fields)
+        if fields is None:
+            return None
     if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
         raise StoreError(f"{at}: expected a text, or an object with either 'prompt' or 'messages'")
     if unknown := sorted(set(fields) - _KEYS):

@@ -72,6 +72,7 @@ def create_app(engine: EngineClient, config: ServerConfig, *, registries: Sequen
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         engine.start()
         yield
+        await asyncio.to_thread(service.close)
 
     async def on_error(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
@@ -95,7 +96,7 @@ class _Routes:
     def __init__(self, service: Service, registries: Sequence[CollectorRegistry]) -> None:
         self._service = service
         self._registries = [service.metrics.registry, *registries]
-        self._document = openapi_document()
+        self._document = openapi_document(service.config)
 
     def all(self) -> list[Route]:
         """The routes that do not generate."""
@@ -116,7 +117,8 @@ class _Routes:
         ]
 
     async def _body(self, request: Request, fields: dict[str, Any]) -> dict[str, Any]:
-        data = await read_body(request.scope, request.receive, self._service.config.max_body_bytes)
+        config = self._service.config
+        data = await read_body(request.scope, request.receive, config.max_body_bytes, config.send_timeout)
         body = read_object(data, fields)
         self._service.model(body.pop("model", None))
         return body

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from llmjax.errors import ConfigError
 from llmjax.server.tool_parsers import TOOL_PARSERS, ToolParserName
+from llmjax.server.traffic_log import TrafficConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,11 +22,13 @@ class ServerConfig:
         strict: refuse unknown fields; otherwise they are ignored, and listed in the header `x-llmjax-warning`.
         max_body_bytes: of a request; more is answered with 413.
         keep_alive: seconds of silence after which a stream gets a comment, and after which its headers are sent.
-        send_timeout: seconds that a client may take to accept what was sent; then it is dropped and its request aborted.
+        send_timeout: seconds that a client may take to accept what was sent; then it is dropped and its request aborted. Also
+            those that it may take to send a body; then it is answered with 408.
         log_prompts: have texts of prompts and outputs in the log, where it is one of JSON objects.
         cors_origins: web pages that may call the server; "*" is all, empty none.
         tool_parser: how the model writes calls of functions: "hermes", "llama", "auto" for what its chat template teaches, or
             "none" to hand its text on as it is.
+        traffic: which requests and outputs are kept in a file; None: none.
     """
 
     served_names: tuple[str, ...]
@@ -37,6 +40,7 @@ class ServerConfig:
     log_prompts: bool = False
     cors_origins: tuple[str, ...] = ()
     tool_parser: ToolParserName = "auto"
+    traffic: TrafficConfig | None = None
 
     def __post_init__(self) -> None:
         if not self.served_names or not all(self.served_names):

@@ -20,27 +20,61 @@ class SlowReaderError(Exception):
     """The client did not take in time what was sent."""
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises `HttpError`: 413 above `limit` bytes, 415 for a compressed one, 499 when the client leaves."""
+_DISCARDED = 64 * 2**20  # bytes of a refused body that are read all the same
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int, timeout: float) -> bytes:
+    """The whole body.
+
+    Raises `HttpError`: 413 above `limit` bytes, 415 for a compressed one, 408 when it has not come after `timeout` seconds, 499
+    when the client leaves.
+    """
     headers = Headers(scope=scope)
-    if headers.get("content-encoding", "identity").lower() != "identity":
-        raise HttpError(415, "compressed bodies are not supported: send the JSON as it is", code="unsupported_encoding")
-    length = headers.get("content-length", "0")
-    too_large = HttpError(413, f"the body is larger than {limit} bytes: send less", code="body_too_large")
-    if len(length) > 18 or (length.isdigit() and int(length) > limit):
-        raise too_large
     chunks: list[bytes] = []
     size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise HttpError(CLIENT_LEFT, "the client left", code="client_left")
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        if size > limit:
-            raise too_large
-        more = message.get("more_body", False)
-    return b"".join(chunks)
+    error = _refusal(headers, limit)
+    try:
+        async with asyncio.timeout(timeout):
+            while more and error is None:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise HttpError(CLIENT_LEFT, "the client left", code="client_left")
+                chunks.append(message.get("body", b""))
+                size += len(chunks[-1])
+                more = message.get("more_body", False)
+                error = _too_large(limit) if size > limit else None
+    except TimeoutError:
+        error, more = HttpError(408, f"the body has not come within {timeout:g} s: send it faster", code="body_timeout"), False
+    if error is None:
+        return b"".join(chunks)
+    chunks.clear()
+    error.headers["connection"] = "close"
+    if more and headers.get("expect", "").lower() != "100-continue":
+        await _discard(receive, timeout)
+    raise error
+
+
+def _refusal(headers: Headers, limit: int) -> HttpError | None:
+    """What is wrong with a body to judge by its head."""
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        return HttpError(415, "compressed bodies are not supported: send the JSON as it is", code="unsupported_encoding")
+    length = headers.get("content-length", "0")
+    return _too_large(limit) if len(length) > 18 or (length.isdigit() and int(length) > limit) else None
+
+
+def _too_large(limit: int) -> HttpError:
+    return HttpError(413, f"the body is larger than {limit} bytes: send less", code="body_too_large")
+
+
+async def _discard(receive: Receive, timeout: float) -> None:
+    """Read on, up to a limit: a client that sends all of its body before it looks at the answer would never see it."""
+    size, more = 0, True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout):
+            while more and size < _DISCARDED:
+                message = await receive()
+                size += len(message.get("body", b""))
+                more = message.get("more_body", False)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -42,7 +42,8 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         try:
-            data = await read_body(scope, receive, self._service.config.max_body_bytes)
+            config = self._service.config
+            data = await read_body(scope, receive, config.max_body_bytes, config.send_timeout)
         except HttpError as error:
             if error.status != CLIENT_LEFT:
                 self._service.errors.add(scope["state"]["request_id"], error)
@@ -69,6 +70,7 @@ class Generation:
                     if events is not None:
                         async with events.watched():
                             await self._stream(request, streams, wake, events, response_id, model, outputs)
+                        self._keep(request, outputs, response_id, model)
                         return
                     await _read_to_end(streams, wake, outputs)
                 finally:
@@ -76,6 +78,7 @@ class Generation:
                         stream.close()
                     told = answer_fields(request, outputs.values(), prompts=service.config.log_prompts)
                     scope["state"]["answer"] = {"model": model, **told}
+            self._keep(request, outputs, response_id, model)
             body = response_body(
                 request,
                 [outputs[index] for index in range(len(streams))],
@@ -100,6 +103,11 @@ class Generation:
                 return
             response = error_response(error, service.engine.retry_after())
         await response(scope, receive, send)
+
+    def _keep(self, request: ApiRequest, outputs: Mapping[int, RequestOutput], response_id: str, model: str) -> None:
+        if self._service.traffic is not None:
+            ended = [outputs[index] for index in sorted(outputs)]
+            self._service.traffic.record(request, ended, response_id=response_id, model=model)
 
     async def _submit(self, request: ApiRequest, ids: Sequence[str], **common: Any) -> list[RequestStream]:
         """A stream for each prompt; either all of them are taken or none is. `common` are `submit`'s for every one of them."""

@@ -1,221 +1,165 @@
-"""`/openapi.json`: the routes and their bodies, described from the types that the server reads them with."""
+"""`/openapi.json`: the routes, who may use them, what they answer. The bodies are in `openapi_schemas.py`."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
-import typing
 from typing import Any
 
-import pydantic
+from llmjax.server.config import ServerConfig
+from llmjax.server.openapi_schemas import (
+    BOOLEAN,
+    IDS,
+    INTEGER,
+    OBJECT,
+    STRING,
+    Schema,
+    components,
+    model_name,
+    optional,
+    record,
+    ref,
+    request_schema,
+)
+from llmjax.server.protocol import Endpoint
 
-from llmjax.sampling_params import SamplingParams
-from llmjax.server.prompts import ROLES
-from llmjax.server.protocol import Endpoint, known_fields
-from llmjax.server.tool_calls import MAX_TOOLS
-
-_NON_EMPTY = {"type": "string", "minLength": 1}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_PROMPT = {
-    "anyOf": [
-        _NON_EMPTY,
-        _IDS,
-        {"type": "array", "items": _NON_EMPTY, "minItems": 1},
-        {"type": "array", "items": _IDS, "minItems": 1},
-    ]
+_HEADERS: dict[str, Schema] = {
+    "x-request-id": {"description": "The id of this exchange: the one that was sent, if it could be taken.", "schema": STRING},
+    "retry-after": {"description": "Seconds to wait before trying again.", "schema": STRING},
+    "x-llmjax-warning": {"description": "Fields of the body that were ignored.", "schema": STRING},
+    "www-authenticate": {"description": "How to send a key.", "schema": STRING},
 }
-_BOOLEAN, _STRING, _OBJECT = {"type": "boolean"}, {"type": "string"}, {"type": "object"}
-_CALL = {
-    "type": "object",
-    "required": ["id", "type", "function"],
-    "properties": {
-        "id": _STRING,
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name", "arguments"],
-            "properties": {"name": _STRING, "arguments": _STRING},
-        },
-    },
+_READING = {
+    "400": "The body is no JSON object, or a field is wrong; `param` names it.",
+    "404": "No such model.",
+    "408": "The body did not come in time.",
+    "413": "The body is too large.",
+    "415": "The body is compressed.",
 }
-_MESSAGE = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": {"enum": list(ROLES)},
-        "content": {"type": ["string", "null"]},
-        "tool_calls": {"type": "array", "items": _CALL},
-        "tool_call_id": _STRING,
-    },
-}
-_MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
-_TOOL = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {
-                "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
-                "description": _STRING,
-                "parameters": _OBJECT,
-                "strict": _BOOLEAN,
-            },
-        },
-    },
-}
-_TOOL_CHOICE = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required"]},
-        {
-            "type": "object",
-            "required": ["type", "function"],
-            "properties": {
-                "type": {"const": "function"},
-                "function": {"type": "object", "required": ["name"], "properties": {"name": _STRING}},
-            },
-        },
-    ]
-}
-_CHOICE = {"type": "array", "items": {"type": "string"}, "minItems": 1}
-# Fields that are not sampling settings, or that an endpoint writes in a way of its own.
-_OTHER: dict[str, Any] = {
-    "model": _STRING,
-    "prompt": _PROMPT,
-    "messages": _MESSAGES,
-    "stream": _BOOLEAN,
-    "stream_options": {
-        "type": "object",
-        "properties": {"include_usage": _BOOLEAN, "continuous_usage_stats": _BOOLEAN},
-    },
-    "echo": _BOOLEAN,
-    "add_special_tokens": _BOOLEAN,
-    "max_completion_tokens": {"type": "integer", "minimum": 1},
-    "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
-    "chat_template_kwargs": _OBJECT,
-    "tools": {"type": "array", "items": _TOOL, "maxItems": MAX_TOOLS},
-    "tool_choice": _TOOL_CHOICE,
-    "parallel_tool_calls": _BOOLEAN,
-    "response_format": {
-        "type": "object",
-        "required": ["type"],
-        "properties": {
-            "type": {"enum": ["text", "json_object", "json_schema"]},
-            "json_schema": {
-                "type": "object",
-                "required": ["schema"],
-                "properties": {"name": _STRING, "description": _STRING, "schema": _OBJECT, "strict": _BOOLEAN},
-            },
-        },
-    },
-    "structured_outputs": {
-        "type": "object",
-        "properties": {
-            "json": _OBJECT,
-            "regex": _NON_EMPTY,
-            "choice": _CHOICE,
-            "grammar": _NON_EMPTY,
-            "json_object": _BOOLEAN,
-            "disable_any_whitespace": _BOOLEAN,
-        },
-    },
-    "guided_json": _OBJECT,
-    "guided_regex": _NON_EMPTY,
-    "guided_choice": _CHOICE,
-    "guided_grammar": _NON_EMPTY,
-}
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": _STRING,
-                "type": _STRING,
-                "param": {"type": ["string", "null"]},
-                "code": _STRING,
-            },
-        }
-    },
-}
+_RETRIED = ("429", "503")
+_STREAM = (
+    "With `stream: true`: events `data: {chunk}`, then `data: [DONE]`. A chunk is a {chunk_name}; what goes wrong after the "
+    "first is an event with an Error. Lines that begin with a colon are comments, sent while nothing else is."
+)
 
 
-def openapi_document() -> dict[str, Any]:
-    """The document, OpenAPI 3.1."""
-    model = {"model": _STRING}
+def openapi_document(config: ServerConfig) -> dict[str, Any]:
+    """The document, OpenAPI 3.1, of a server with these settings."""
+    model = {"model": model_name(config.served_names)}
+    template = {"add_generation_prompt": optional(BOOLEAN), "chat_template_kwargs": optional(OBJECT)}
     tokenize = {
-        **model, "prompt": _STRING, "messages": _MESSAGES, "tools": _OTHER["tools"], "add_special_tokens": _BOOLEAN
-    }  # fmt: skip
-    paths = {
-        "/v1/completions": _generates("Complete a prompt.", "completions", ["prompt"]),
-        "/v1/chat/completions": _generates("Answer a conversation.", "chat", ["messages"]),
-        "/tokenize": _post("Token ids of a text or a conversation.", tokenize),
-        "/detokenize": _post("The text of token ids.", {**model, "tokens": _IDS}, ["tokens"]),
-        "/abort": _post("End answers under way.", {"request_id": _STRING, "abort_all": _BOOLEAN}),
-        "/v1/models": _get("The models served here."),
-        "/v1/models/{id}": _get("One of them.", parameter="id"),
-        "/livez": _get("Whether the process should live on.", probe=True),
-        "/readyz": _get("Whether requests are taken.", probe=True),
-        "/health": _get("The same.", probe=True),
-        "/metrics": _get("Prometheus metrics."),
-        "/version": _get("The version of llmjax."),
-        "/openapi.json": _get("This document."),
+        **model,
+        "prompt": optional(STRING),
+        "messages": optional({"type": "array", "items": ref("Message"), "minItems": 1}),
+        "add_special_tokens": optional(BOOLEAN),
+        "return_token_strs": optional(BOOLEAN),
+        "tools": optional({"type": "array", "items": OBJECT}),
+        **template,
     }
+    tokens = {
+        "tokens": IDS, "count": INTEGER, "max_model_len": INTEGER, "token_strs": {"type": "array", "items": STRING}
+    }  # fmt: skip
+    abort = {**model, "request_id": optional(STRING), "abort_all": optional(BOOLEAN)}
+    health = {"200": ("It is so.", ref("Health")), "503": ("It is not.", ref("Health"))}
+    paths = {
+        "/v1/completions": _generates("Complete a prompt.", "completions", config),
+        "/v1/chat/completions": _generates("Answer a conversation.", "chat", config),
+        "/tokenize": _post(
+            "Token ids of a text or a conversation.",
+            {**record(tokenize, required=()), "oneOf": [_has("prompt", STRING), _has("messages", {"type": "array"})]},
+            record(tokens, required=("tokens", "count", "max_model_len")),
+        ),
+        "/detokenize": _post(
+            "The text of token ids.", record({**model, "tokens": IDS}, required=("tokens",)), record({"prompt": STRING})
+        ),
+        "/abort": _post(
+            "End answers under way: the one of an id, or all.",
+            {**record(abort, required=()), "anyOf": [_has("request_id", STRING), _has("abort_all", {"const": True})]},
+            record({"aborted": INTEGER}),
+        ),
+        "/v1/models": _get("The models served here.", {"200": ("The answer.", ref("Models"))}),
+        "/v1/models/{id}": _get(
+            "One of them.", {"200": ("The answer.", ref("Model")), "404": (_READING["404"], ref("Error"))}, parameter="id"
+        ),
+        "/livez": _get("Whether the process should live on.", health, probe=True),
+        "/readyz": _get("Whether requests are taken.", health, probe=True),
+        "/health": _get("The same as `/readyz`.", health, probe=True),
+        "/metrics": _get("Prometheus metrics.", {"200": ("The answer.", STRING)}, form="text/plain"),
+        "/version": _get("The version of llmjax.", {"200": ("The answer.", record({"version": STRING}))}),
+        "/openapi.json": _get("This document.", {"200": ("The answer.", OBJECT)}),
+    }
+    key = {"key": {"type": "http", "scheme": "bearer", "description": "Needed by every route but the probes."}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "llmjax", "version": importlib.metadata.version("llmjax")},
-        "paths": paths,
-        "components": {
-            "schemas": {"Error": _ERROR},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        "info": {
+            "title": "llmjax",
+            "version": importlib.metadata.version("llmjax"),
+            "description": "OpenAI's API for one model. Every error is OpenAI's error object.",
         },
-        "security": [{}, {"key": []}],
+        "paths": paths if config.api_keys else {path: _open(item) for path, item in paths.items()},
+        "components": {"schemas": components(), **({"securitySchemes": key} if config.api_keys else {})},
+        "security": [{"key": []}] if config.api_keys else [],
     }
 
 
-def _generates(summary: str, endpoint: Endpoint, required: list[str]) -> dict[str, Any]:
-    hints = typing.get_type_hints(SamplingParams)
-    sampling = {field.name: hints[field.name] for field in dataclasses.fields(SamplingParams)}
-    properties: dict[str, Any] = {}
-    for name in sorted(known_fields(endpoint)):
-        if name in _OTHER:
-            properties[name] = _OTHER[name]
-        elif name == "logprobs" and endpoint == "chat":
-            properties[name] = _BOOLEAN
-        else:
-            properties[name] = pydantic.TypeAdapter(sampling[name]).json_schema()
-    operation = _post(summary, properties, required)
-    stream = {"text/event-stream": {"schema": _STRING}}
-    operation["post"]["responses"]["200"]["content"].update(stream)
-    return operation
+def _open(item: dict[str, Any]) -> dict[str, Any]:
+    """The same without the answer to a wrong key."""
+    for operation in item.values():
+        operation["responses"].pop("401", None)
+    return item
 
 
-def _post(summary: str, properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "object", "properties": properties}
-    if required:
-        schema["required"] = required
-    body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    statuses = {"400": "A field is wrong.", "413": "The body is too large.", "429": "The queue is full."}
-    return {"post": {"summary": summary, "requestBody": body, "responses": _responses(statuses)}}
+def _has(name: str, schema: Schema) -> Schema:
+    return {"required": [name], "properties": {name: schema}}
 
 
-def _get(summary: str, *, parameter: str | None = None, probe: bool = False) -> dict[str, Any]:
-    operation: dict[str, Any] = {"summary": summary, "responses": _responses({}, probe=probe)}
+def _generates(summary: str, endpoint: Endpoint, config: ServerConfig) -> dict[str, Any]:
+    name = "ChatCompletion" if endpoint == "chat" else "Completion"
+    item = _post(summary, request_schema(endpoint, config.served_names, strict=config.strict), ref(name))
+    operation = item["post"]
+    responses = operation["responses"]
+    operation["description"] = _STREAM.replace("{chunk_name}", f"{name}Chunk")
+    responses["200"]["content"]["text/event-stream"] = {"schema": STRING, "x-event-schema": ref(f"{name}Chunk")}
+    responses["200"]["headers"]["x-llmjax-warning"] = _HEADERS["x-llmjax-warning"]
+    responses["429"] = _response("The queue is full.", ref("Error"), retry=True)
+    return item
+
+
+def _post(summary: str, body: Schema, answer: Schema) -> dict[str, Any]:
+    responses = {"200": _response("The answer.", answer)}
+    responses |= {status: _response(text, ref("Error")) for status, text in {**_READING, **_FAILURES}.items()}
+    request = {"required": True, "content": {"application/json": {"schema": body}}}
+    return {"post": {"summary": summary, "requestBody": request, "responses": responses}}
+
+
+_FAILURES = {
+    "401": "A valid API key is needed.",
+    "500": "A bug of the server; its log says more.",
+    "503": "The engine is draining, stuck or dead.",
+}
+
+
+def _get(
+    summary: str,
+    answers: dict[str, tuple[str, Schema]],
+    *,
+    parameter: str | None = None,
+    probe: bool = False,
+    form: str = "application/json",
+) -> dict[str, Any]:
+    responses = {status: _response(text, schema, form=form, retry=status == "503") for status, (text, schema) in answers.items()}
+    if not probe:
+        responses |= {status: _response(_FAILURES[status], ref("Error")) for status in ("401", "500")}
+    operation: dict[str, Any] = {"summary": summary, "responses": responses}
     if parameter is not None:
-        operation["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": _STRING}]
+        name = {"name": parameter, "in": "path", "required": True, "schema": {**STRING, "minLength": 1}}
+        operation["parameters"] = [name]
     if probe:
         operation["security"] = []
     return {"get": operation}
 
 
-def _responses(statuses: dict[str, str], *, probe: bool = False) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    failures = {} if probe else {"401": "An API key is needed.", "404": "No such model.", **statuses}
-    answers: dict[str, Any] = {status: {"description": text, "content": content} for status, text in failures.items()}
-    answers["200"] = {"description": "The answer.", "content": {"application/json": {"schema": {}}}}
-    answers["503"] = {"description": "The engine is draining, stuck or dead."}
-    return answers
+def _response(text: str, schema: Schema, *, form: str = "application/json", retry: bool = False) -> dict[str, Any]:
+    headers = {"x-request-id": _HEADERS["x-request-id"]}
+    if retry:
+        headers["retry-after"] = _HEADERS["retry-after"]
+    return {"description": text, "headers": headers, "content": {form: {"schema": schema}}}

@@ -178,6 +178,11 @@ def known_fields(endpoint: Endpoint) -> frozenset[str]:
     return _FIELDS[endpoint]
 
 
+def values_without_effect() -> dict[str, tuple[Any, ...] | None]:
+    """Names that are accepted and mean nothing here, with the values that may be given; None: any value."""
+    return {**_ASKS_NOTHING, **dict.fromkeys(_BOOKKEEPING)}
+
+
 def unknown_fields(endpoint: Endpoint, body: Mapping[str, Any]) -> list[str]:
     """Names in a body that mean nothing to this endpoint, null or not; `parse_request` refuses those that are not null."""
     known = _FIELDS[endpoint] | _BOOKKEEPING | _ASKS_NOTHING.keys() | {"best_of"}

@@ -20,6 +20,7 @@ from llmjax.server.protocol import ApiRequest, Endpoint, parse_request, unknown_
 from llmjax.server.recent_errors import RecentErrors
 from llmjax.server.strict_json import kind, load_json, printable
 from llmjax.server.tool_support import with_tools
+from llmjax.server.traffic_log import TrafficLog
 
 _OWN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _WARNED_FIELDS = 20
@@ -34,6 +35,10 @@ class Service:
         self.created = int(time.time())
         self.metrics = ServerMetrics(config.served_names[0])
         self.errors = RecentErrors()
+        self.traffic: TrafficLog | None = None
+        if config.traffic is not None:
+            self.traffic = TrafficLog(config.traffic, self.decode)
+            self.metrics.registry.register(self.traffic)
         self._active: collections.Counter[str] = collections.Counter()  # ids of answers under way
         self._numbers = itertools.count()
 
@@ -76,6 +81,11 @@ class Service:
         """The text of a prompt that was given as ids."""
         tokenizer = self.engine.tokenizer
         return "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)
+
+    def close(self) -> None:
+        """What waits for a file is written. Blocks; the service must not be used any more."""
+        if self.traffic is not None:
+            self.traffic.close()
 
     # -- answers under way
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
 from llmjax.errors import ConfigError
-from llmjax.pipeline.schema import Duration, InputPath, OneOrMore, Section, Size, StageSection, located
+from llmjax.pipeline.schema import Duration, InputPath, OneOrMore, OutputPath, Section, Share, Size, StageSection, located
 from llmjax.pipeline.stages import StageContext, StageInput, StageKind
+
+if TYPE_CHECKING:
+    from llmjax.server.traffic_log import TrafficConfig
 
 
 class LimitsSection(Section):
@@ -27,8 +31,37 @@ class LimitsSection(Section):
         description="Time that one step of the engine may take before it counts as stuck: streams end, /readyz is 503.",
     )
     send: Duration = Field(
-        60.0, gt=0, description="Time that a client may take to accept what was sent before its request is aborted."
+        60.0,
+        gt=0,
+        description="Time that a client may take to accept what was sent before its request is aborted, and to send a body.",
     )
+
+
+class TrafficSection(Section):
+    """Requests and their outputs in a file, one JSON object a line: what people really ask, for calibration and load tests."""
+
+    path: OutputPath = Field(
+        description="File that is written, readable by its owner alone; of several processes each has its own, numbered.",
+        json_schema_extra={"keyed": False},
+    )
+    sample: Share = Field(0.01, description="Share of the requests that is kept; which ones depends on their ids alone.")
+    max_bytes: Size = Field(
+        256 * 2**20, ge=1, description="Bytes of a file; a full one is renamed to path.1, that one to path.2, and so on."
+    )
+    keep: int = Field(4, ge=0, description="Renamed files that stay; older ones are removed.")
+    redact: Annotated[list[str], OneOrMore] = Field(
+        default_factory=list,
+        description='Regular expressions; what they match in any text becomes "[redacted]", and token ids are left out.',
+    )
+
+    @model_validator(mode="after")
+    def _compiles(self) -> TrafficSection:
+        for index, pattern in enumerate(self.redact):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise located(f"this is no regular expression: {error}", "redact", index) from None
+        return self
 
 
 class ServeSection(StageSection):
@@ -87,6 +120,7 @@ class ServeSection(StageSection):
         "template teaches, none to hand its text on as it is.",
     )
     limits: LimitsSection = Field(default_factory=lambda: LimitsSection.model_validate({}), description="What may be asked for.")
+    traffic: TrafficSection | None = Field(None, description="Keep a sample of requests and outputs in a file. Off by default.")
 
     @model_validator(mode="after")
     def _check(self) -> ServeSection:
@@ -167,7 +201,21 @@ def server_options(section: ServeSection, keys: tuple[str, ...]) -> dict[str, An
         "log_prompts": section.log_prompts,
         "cors_origins": tuple(section.cors_origins),
         "tool_parser": section.tool_parser,
+        "traffic": None if section.traffic is None else traffic_config(section.traffic),
     }
+
+
+def traffic_config(section: TrafficSection) -> TrafficConfig:
+    """The section as the server takes it."""
+    from llmjax.server.traffic_log import TrafficConfig
+
+    return TrafficConfig(
+        path=str(section.path),
+        sample=section.sample,
+        max_bytes=section.max_bytes,
+        keep=section.keep,
+        redact=tuple(section.redact),
+    )
 
 
 def read_keys(section: ServeSection) -> tuple[str, ...]:
