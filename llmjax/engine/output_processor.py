@@ -10,7 +10,8 @@ from llmjax.engine.grammar import GrammarMatcher
 from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
 from llmjax.engine.text_output import ChoiceText, token_text
 from llmjax.engine.tokenizer import Tokenizer
-from llmjax.scheduling.request import FinishReason, Request, StepOutput
+from llmjax.scheduling.finish_reason import FinishReason
+from llmjax.scheduling.request import Request, StepOutput
 from llmjax.scheduling.results import RequestUpdate
 from llmjax.telemetry.timings import RequestTimeline, Timings
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
+from llmjax.scheduling.finish_reason import FinishReason
 from llmjax.telemetry.timings import Timings
-
-if TYPE_CHECKING:  # brings NumPy, which the HTTP side has no use for
-    from llmjax.scheduling.request import FinishReason
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from llmjax.sampling_params import SamplingParams
+from llmjax.scheduling.finish_reason import FinishReason
 
 
 class RequestState(enum.Enum):
@@ -24,10 +25,6 @@ class RequestState(enum.Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
-
-
-FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
-"""`timeout`: it waited for its first row longer than its lane lets it."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -6,7 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from llmjax.scheduling.request import FinishReason, Request
+from llmjax.scheduling.finish_reason import FinishReason
+from llmjax.scheduling.request import Request
 
 
 @dataclasses.dataclass(slots=True)

@@ -43,6 +43,7 @@ from typing import Literal
 
 from llmjax.errors import RequestError
 from llmjax.scheduling.admission import Admission
+from llmjax.scheduling.finish_reason import FinishReason
 from llmjax.scheduling.held_pages import HeldPages
 from llmjax.scheduling.lanes import Lanes
 from llmjax.scheduling.page_map import PageUse
@@ -56,7 +57,7 @@ from llmjax.scheduling.policy import (
     takes_turns_alone,
 )
 from llmjax.scheduling.prefix_cache import PrefixCache
-from llmjax.scheduling.request import FinishReason, Request, RequestState, ScheduledBatch, ScheduledRow, StepOutput
+from llmjax.scheduling.request import Request, RequestState, ScheduledBatch, ScheduledRow, StepOutput
 from llmjax.scheduling.results import RequestUpdate, read_tokens
 
 

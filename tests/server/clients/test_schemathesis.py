@@ -97,10 +97,7 @@ def explained(body: dict[str, Any], error: dict[str, Any]) -> bool:
         "stop_token_ids": _unknown_id(fields.get("stop_token_ids")),
         "logit_bias": _unknown_id([int(key) for key in fields.get("logit_bias", {})]),
         "chat_template_kwargs": True,
-        # What compiles only the library knows, and which of several forms excludes the others.
-        **dict.fromkeys(
-            ("response_format", "structured_outputs", *(name for name in fields if name.startswith("guided_"))), True
-        ),
+        **dict.fromkeys(STRUCTURED_FIELDS, True),  # what compiles only the library knows; and each excludes the others
         **dict.fromkeys(("tools", "tool_choice"), True),  # the template takes none
         "n": isinstance(fields.get("prompt"), list) and len(fields["prompt"]) * fields.get("n", 1) > 1024,
     }
