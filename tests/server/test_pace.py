@@ -113,7 +113,8 @@ def stream(plan: Plan) -> list[tuple[float, str]]:
         request = parse_request("completions", {"prompt": [1], "stream": True})
         sender = EventSender(client.send, SEND_TIMEOUT, {})
         async with sender.watched():
-            await Generation(service, "completions")._stream(request, [script], wake, sender, "id", "m")  # type: ignore[list-item]
+            streams: Any = [script]
+            await Generation(service, "completions")._stream(request, streams, wake, sender, "id", "m", {})
 
     in_virtual_time(run())
     (client,) = clients

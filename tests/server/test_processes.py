@@ -222,18 +222,22 @@ def test_two_workers_are_one_service_that_lives_without_them_but_not_without_its
     assert stream.broken
 
 
-def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed(start: Callable[..., Service]) -> None:
+def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed(start: Callable[..., Service], tmp_path: Path) -> None:
     """B69: clients get an error; meanwhile it is alive and not ready. The last time it ends, with a line that says why."""
-    service = start(restart=1)
+    loaded = tmp_path / "loaded"
+    loaded.touch()
+    service = start(restart=1, engine={"load": str(loaded)})
     service.wait_for(200)
     for allowed in (True, False):
         streams = [Stream(service) for _ in range(2)]
         (engine,) = service.children("engine")
+        loaded.unlink()  # what is started again waits for it
         os.kill(engine, signal.SIGKILL)
         assert [stream.ended()["error"]["code"] for stream in streams] == ["unavailable"] * 2
         if allowed:
             service.wait_for(503, "SIGKILL")
             assert service.status("/livez")[0] == 200
+            loaded.touch()
             service.wait_for(200)
             assert service.complete() == "abca"
     assert service.ended() == 5
