@@ -17,7 +17,7 @@ PYTHON ?= $(shell for p in python3.12 python3.13 python3 $(HOME)/.pyenv/versions
 UV ?= $(shell for u in uv $(HOME)/.local/bin/uv $(HOME)/.pyenv/versions/*/bin/uv; do \
 	"$$u" --version >/dev/null 2>&1 && { echo "$$u"; break; }; done)
 
-.PHONY: run test test-slow test-next test-clients lint types lock clean
+.PHONY: run test test-slow test-next test-clients test-browser lint types lock clean
 
 run: $(VENV)/.installed
 	$(VENV)/bin/llmjax run quickstart
@@ -37,6 +37,10 @@ test-next: $(VENV_NEXT)/.installed
 # Programs of others (openai, langchain, lm-eval, schemathesis) against a server of SmolLM2, in one process.
 test-clients: $(VENV_CLIENTS)/.installed
 	$(VENV_CLIENTS)/bin/python -m pytest -m clients tests/server/clients
+
+# The dashboard in a real browser; needs chromium and chromedriver.
+test-browser: $(VENV)/.installed
+	$(PY) -m pytest -m browser tests/server
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check .
