@@ -67,13 +67,13 @@ def shape_key(
 ) -> dict[str, int | str]:
     """What a call is tuned by; the hint is no part of it. Of x only the shape counts, whether it is quantised or not."""
     del upcoming
-    return {
+    key = {
         "tokens": x.shape[0],
         "in": x.shape[1],
         "out": w.shape[0] // (1 if activation is None else 2),
         "bias": "none" if bias is None else bias.dtype.name,
         "residual": "none" if residual is None else residual.dtype.name,
-        "activation": activation or "none",
         "out_dtype": jnp.dtype(out_dtype).name,
         "packed": int(w.packed),
     }
+    return key if activation is None else {**key, "activation": activation}
