@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.gated_activation.xla import ACTIVATIONS
-from pallas_kernels.int8_matmul import choice, mosaic, xla
+from pallas_kernels.int8_matmul import choice, mosaic, mosaic_many, mosaic_tiles_plan, xla
 from pallas_kernels.matmul.mosaic_plan import Config, candidates
 from pallas_kernels.quantized import QuantizedTensor, quantize_tokens
 
@@ -29,6 +29,13 @@ INT8_DENSE = Operation("int8_dense", xla.w8a16)
 
 W8A16.register("mosaic", mosaic.w8a16, shape_key=mosaic.w8a16_key, config_type=Config, candidates=candidates)
 W8A8.register("mosaic", mosaic.w8a8, shape_key=mosaic.w8a8_key, config_type=Config, candidates=candidates)
+W8A8.register(
+    "mosaic_tiles",
+    mosaic_many.w8a8,
+    shape_key=mosaic_many.w8a8_key,
+    config_type=mosaic_tiles_plan.TilesConfig,
+    candidates=mosaic_tiles_plan.candidates,
+)
 INT8_DENSE.register(
     "w8a16", choice.via_w8a16(W8A16), shape_key=choice.shape_key, config_type=choice.Config, candidates=choice.candidates
 )
