@@ -20,9 +20,11 @@ from pallas_kernels.flash_attention import FLASH_ATTENTION
 from pallas_kernels.flash_attention import shapes as flash_shapes
 from pallas_kernels.flash_attention.xla import Biases, Rows
 from pallas_kernels.fused_layer import FUSED_LAYER, MEETINGS, LayerParams, NextParams
+from pallas_kernels.int8_matmul import INT8_DENSE, W8A8, W8A16
 from pallas_kernels.matmul import DENSE, GATED_DENSE, RESIDUAL_DENSE
 from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.shapes import Case, make_inputs
+from pallas_kernels.quantized import pack, quantize, quantize_tokens
 from pallas_kernels.rope_kv_write import ROPE_KV_WRITE
 
 if TYPE_CHECKING:
@@ -124,6 +126,20 @@ def _gated_dense(random: np.random.Generator) -> Call:
     return Call((x, w, "silu"), {})
 
 
+def _int8_dense(random: np.random.Generator) -> Call:
+    """Uniform activations: rounding them to a step of the largest is then far within the tolerance."""
+    x, w = random.uniform(-1.7, 1.7, (40, 1024)), random.standard_normal((1024, 1024))
+    residual = jnp.asarray(random.standard_normal((40, 1024)), jnp.bfloat16)
+    args = (jnp.asarray(x, jnp.bfloat16), pack(quantize(jnp.asarray(w, jnp.float32))), None, residual)
+    return Call(args, {"activation": None, "out_dtype": jnp.bfloat16})
+
+
+def _w8a8(random: np.random.Generator) -> Call:
+    """More tokens than one kernel must have, and fewer than the other can: both are compared."""
+    (x, *others), options = _int8_dense(random)
+    return Call((*quantize_tokens(x), *others), options)
+
+
 def _decode_attention(random: np.random.Generator) -> Call:
     lengths = (0, 1, 15, 16, 17, 64, 65, 300)
     case = Case(
@@ -217,6 +233,9 @@ PROBES = (
     Probe(DENSE, _dense),
     Probe(RESIDUAL_DENSE, _residual_dense),
     Probe(GATED_DENSE, _gated_dense),
+    Probe(W8A16, _int8_dense),
+    Probe(W8A8, _w8a8),
+    Probe(INT8_DENSE, _int8_dense),
     Probe(PAGED_ATTENTION, _decode_attention),
     Probe(PAGED_ATTENTION, _extend_attention),
     Probe(FLASH_ATTENTION, _flash_attention),

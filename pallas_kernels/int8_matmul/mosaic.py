@@ -14,7 +14,7 @@ from pallas_kernels import tuning
 from pallas_kernels.dispatch import UnsupportedShape
 from pallas_kernels.int8_matmul import choice
 from pallas_kernels.matmul.mosaic import IN_KERNEL, bias_kind, boxed, check_config, epilogue, padded
-from pallas_kernels.matmul.mosaic_plan import K_BLOCK, MAX_TOKENS, ROW_BLOCK, TOKEN_BLOCK, Config, default_config, make_plan
+from pallas_kernels.matmul.mosaic_plan import MAX_TOKENS, ROW_BLOCK, TOKEN_BLOCK, Config, default_config, make_plan
 from pallas_kernels.quantized import reorder
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
     from pallas_kernels.quantized import QuantizedTensor
+
+_LINE = 128  # int8 elements of a swizzled line, which a row of weights is a multiple of
 
 
 def w8a16(
@@ -103,8 +105,8 @@ def served_key(
 ) -> dict[str, int | str]:
     """The key that both have in common, for what a kernel takes."""
     key = choice.shape_key(x, w, bias, residual, activation=activation, out_dtype=out_dtype)
-    if key["in"] == 0 or int(key["in"]) % K_BLOCK:
-        raise UnsupportedShape(f"the weights' inner size {key['in']} is not a multiple of {K_BLOCK}")
+    if key["in"] == 0 or int(key["in"]) % _LINE:
+        raise UnsupportedShape(f"the weights' inner size {key['in']} is not a multiple of {_LINE}")
     if key["out"] == 0 or int(key["out"]) % ROW_BLOCK:
         raise UnsupportedShape(f"the output's size {key['out']} is not a multiple of {ROW_BLOCK}")
     if key["out_dtype"] not in ("bfloat16", "float32"):

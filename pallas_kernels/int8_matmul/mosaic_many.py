@@ -49,13 +49,14 @@ def w8a8(
         )
     if config.rows % BLOCK or config.columns % BLOCK or config.columns > 256 or plan.tile_tokens > 256:
         raise UnsupportedShape(f"{config} has a tile that is no multiple of {BLOCK}, or larger than 256")
-    xq = reorder(xq) if w.packed else xq
+    tokens = xq.shape[0]
+    xq = _padded(reorder(xq) if w.packed else xq)
     from pallas_kernels.int8_matmul.mosaic_tiles import multiply  # only where a kernel is wanted: it takes a second to import
 
     return multiply(
         xq, w.qvalue, _padded(x_scale), w.channel_scale, bias, None if residual is None else _padded(residual),
         plan=plan, activation=activation, out_dtype=out_dtype if residual is None else residual.dtype,
-    )  # fmt: skip
+    )[:tokens]  # fmt: skip
 
 
 def w8a8_key(
@@ -77,6 +78,6 @@ def w8a8_key(
 
 
 def _padded(array: Array) -> Array:
-    """With rows up to a multiple of 64: they are read without regard to the last token."""
+    """With rows of zeros up to a multiple of 64: a ragged rest of tokens is a pass of its own."""
     ragged = -array.shape[0] % BLOCK
     return jnp.pad(array, ((0, ragged), *((0, 0),) * (array.ndim - 1))) if ragged else array

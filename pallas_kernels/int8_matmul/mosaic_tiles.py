@@ -48,7 +48,7 @@ def multiply(
 ) -> Array:
     """int8 x [T, in] times int8 w [pair * out, in] transposed, scaled, with what the arguments name applied: [T, out].
 
-    x_scale and the residual have T rounded up to 64 rows. `in` is a multiple of 16, `out` of 64.
+    T and `out` are multiples of 64, `in` of 128.
     """
     operands = {"x": x, "w": w, "x_scale": x_scale, "scale": scale, "bias": bias, "residual": residual}
     operands = {name: array for name, array in operands.items() if array is not None}
@@ -164,7 +164,7 @@ class _Kernel:
         own = warpgroup * config.rows
         token = pl.multiple_of(token + own, BLOCK)
         # Of what lies beyond the last token or column the hardware stores nothing. Whatever stands in bounds is read for it.
-        rows = [lax.min(token + at, (plan.tokens - 1) // BLOCK * BLOCK) for at in range(0, config.rows, BLOCK)]
+        rows = [lax.min(token + at, plan.tokens - BLOCK) for at in range(0, config.rows, BLOCK)]
         columns = [lax.min(column + at, plan.columns_out - BLOCK) for at in range(0, config.columns, BLOCK)]
         # Before the products, which hide the latency.
         x_scales = [_load(refs["x_scale"], row, _BY_ROW) for row in rows]

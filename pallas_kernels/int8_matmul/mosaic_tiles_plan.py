@@ -58,7 +58,7 @@ class TilesPlan:
     """What follows from a shape and a configuration.
 
     Attributes:
-        tokens: of the call, not rounded.
+        tokens: of the call, rounded up to 64.
         columns_out: of the output.
         pair: weight matrices a tile takes: 2 when gated (gate and up), else 1.
     """
@@ -93,8 +93,8 @@ class TilesPlan:
 
     @property
     def steps(self) -> int:
-        """Steps of a tile; the last may reach beyond the end, where loads give zeros."""
-        return math.ceil(self.depth / K_STEP)
+        """Steps of a tile."""
+        return self.depth // K_STEP
 
     @property
     def step_bytes(self) -> int:
@@ -119,7 +119,7 @@ def make_plan(key: Mapping[str, int | str], config: TilesConfig) -> TilesPlan:
     """Sizes of a call."""
     return TilesPlan(
         config=config,
-        tokens=int(key["tokens"]),
+        tokens=math.ceil(int(key["tokens"]) / BLOCK) * BLOCK,
         columns_out=int(key["out"]),
         depth=int(key["in"]),
         pair=2 if "activation" in key else 1,

@@ -5,6 +5,7 @@ interpreter cannot see, is in test_quantized.
 """
 
 import dataclasses
+import itertools
 import zlib
 
 import jax.numpy as jnp
@@ -79,10 +80,10 @@ def close(result, right, rounding=2.0**-8):
 @pytest.mark.parametrize(
     ("tokens", "out", "depth", "packed", "config"),
     [
-        (1, 128, 192, False, ONE),  # the last step is half beyond the contraction
+        (1, 128, 256, False, ONE),
         (5, 192, 384, True, dataclasses.replace(ONE, rows=2, stages=3)),  # a tile beyond the last row
         (17, 64, 128, True, dataclasses.replace(ONE, columns=2)),  # padded to 32
-        (8, 128, 320, True, SPLIT),
+        (8, 128, 384, True, SPLIT),  # the second split ends beyond the contraction
     ],
 )
 def test_w8a16(draw, tokens, out, depth, packed, config):
@@ -112,8 +113,8 @@ def test_w8a16_residual_is_added_before_the_only_rounding(draw):
 )
 def test_w8a8_is_the_reference_to_the_last_bit(draw, tokens, packed, config):
     """int32 sums are exact however they are split; then the same float32 products in the same order."""
-    xq, x_scale = quantize_activations(draw(tokens, 320))
-    w = draw.weight(128, 320, packed=packed)
+    xq, x_scale = quantize_activations(draw(tokens, 384))
+    w = draw.weight(128, 384, packed=packed)
     result = interpreted(W8A8, xq, x_scale, w, out_dtype=jnp.float32, config=config)
     expected = w8a8(xq, x_scale, w, out_dtype=jnp.float32, implementation="xla")
     np.testing.assert_array_equal(result, expected)
@@ -130,7 +131,7 @@ def test_w8a8_gate_and_residual(draw):
 @pytest.mark.parametrize(
     ("tokens", "out", "depth", "packed", "config"),
     [
-        (150, 192, 192, False, TILES),  # ragged in tokens; six tiles in two bands, for two CTAs
+        (150, 192, 256, False, TILES),  # ragged in tokens; six tiles in two bands, for two CTAs
         (70, 192, 256, True, dataclasses.replace(TILES, columns=128, share=2, clusters=1)),  # and a peer beyond the last column
     ],
 )
@@ -179,7 +180,7 @@ def call(tokens=8, out=128, depth=128, dtype="bfloat16", way="mosaic", **kwargs)
         ("257 tokens", {"tokens": 257}),
         ("257 tokens", {"tokens": 257, "dtype": "int8"}),
         ("32 tokens; the kernel takes 33", {"tokens": 32, "dtype": "int8", "way": "mosaic_tiles"}),
-        ("inner size 96", {"depth": 96}),
+        ("inner size 192", {"depth": 192}),
         ("output's size 96", {"out": 96}),
         ("output's size 32", {"out": 64, "activation": "silu"}),
         ("out_dtype is float16", {"out_dtype": "float16"}),
@@ -239,4 +240,4 @@ def test_every_part_of_the_output_is_one_tile():
         {"tokens": 1500, "in": 128, "out": 1088, "out_dtype": "bfloat16"}, TilesConfig(rows=64, columns=128, band=5)
     )
     places = [tuple(map(int, _Kernel(plan, None, jnp.bfloat16, ())._place(jnp.int32(tile)))) for tile in range(plan.tiles)]
-    assert sorted(places) == [(token, column) for token in range(0, 1500, 128) for column in range(0, 1088, 128)]
+    assert sorted(places) == list(itertools.product(range(0, 1500, 128), range(0, 1088, 128)))
