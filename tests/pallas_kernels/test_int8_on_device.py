@@ -1,4 +1,4 @@
-"""What only a card can show of the int8 kernels: registers as wgmma reads them, clusters, and many CTAs at once. With `-m gpu`."""
+"""What only a card can show of the int8 kernels: registers as wgmma reads them, clusters, many CTAs at once. With `-m gpu`."""
 
 from __future__ import annotations
 
