@@ -1,5 +1,5 @@
-"""The calls that a step of each preset makes of its matmuls if their weights are int8: alone with each kind of activations, and
-through the operation that chooses between them.
+"""The calls that a step of each preset makes if its weights are int8: of matmuls with each kind of activations and of the
+operation that chooses between them, and of norms that quantise what they hand on.
 
 The floor of a call is its bytes over what a read reaches, or its operations over what int8 matmuls reach: `flops` are the bf16
 operations that take as long, so 1474 TOP/s are printed as 797. Data come from a seed; nothing here times anything.
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from bench.kernel_cases import L2_IS_COLD, Case, Group
 from llmjax.model.checkpoint.presets import preset_config
 from pallas_kernels.dispatch import Operation
+from pallas_kernels.fused_norm import RESIDUAL_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
 from pallas_kernels.int8_matmul import INT8_DENSE, W8A8, W8A16
 from pallas_kernels.quantized import QuantizedTensor, quantize_tokens
 from pallas_kernels.smoke import Call
@@ -117,8 +118,49 @@ def _group(
     return Group(name=f"{model} {operation.name} {part}", cases=cases, data=data, turns=lambda weights: weights, rank=rank)
 
 
+def norm_groups(operation: Operation, model: str, tokens: Sequence[int] = ALL) -> Iterator[Group]:
+    """Norms that are quantised, with the residual addition in front of them or without."""
+    config = preset_config(model)
+    hidden, dtype = config.hidden_size, jnp.dtype(jnp.bfloat16)
+    streams = operation is RESIDUAL_RMS_NORM_QUANTIZE
+    for rank, n in enumerate(tokens):
+        size = n * hidden
+        copies = min(32, max(2, -(-L2_IS_COLD // (2 * size))))  # of few tokens the cache keeps all, as it does in a step
+
+        def data(seed: int, n: int = n, copies: int = copies) -> list[tuple[jax.Array, ...]]:
+            def one(key: jax.Array) -> jax.Array:
+                return jax.random.uniform(key, (n, hidden), jnp.float32, -1.7, 1.7).astype(dtype)
+
+            keys = jax.random.split(jax.random.key(seed), (copies, 2 if streams else 1))
+            return [tuple(map(one, row)) for row in keys]
+
+        def query(key: jax.Array) -> jax.Array:
+            return jax.random.uniform(key, (hidden,), jnp.float32, 0.5, 1.5)
+
+        def arguments(weight: jax.Array, _: Any, turn: tuple[jax.Array, ...], __: jax.Array) -> Call:
+            return Call((*turn, weight, config.norm_eps), {})
+
+        case = Case(
+            name=f"{n} tokens",
+            operation=operation,
+            model=model,
+            rows=n,
+            count=config.num_layers,
+            bytes=size * (7 if streams else 3) + n * 4,
+            query=query,
+            arguments=arguments,
+            result=lambda result: [result[0].astype(jnp.float32) * result[1][:, None], *result[2:]],
+        )
+        yield Group(
+            name=f"{model} {operation.name} {case.name}", cases=(case,), data=data, turns=lambda inputs: inputs, rank=rank
+        )
+
+
 INT8_GROUPS: dict[str, Callable[[str], Iterator[Group]]] = {
     W8A16.name: w8a16_groups,
     W8A8.name: w8a8_groups,
     INT8_DENSE.name: int8_groups,
+    **{
+        operation.name: functools.partial(norm_groups, operation) for operation in (RMS_NORM_QUANTIZE, RESIDUAL_RMS_NORM_QUANTIZE)
+    },
 }

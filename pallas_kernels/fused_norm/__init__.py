@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pallas_kernels.dispatch import Operation
-from pallas_kernels.fused_norm import xla
+from pallas_kernels.fused_norm import mosaic, xla
 
 if TYPE_CHECKING:
     from jax import Array
@@ -15,6 +15,17 @@ RMS_NORM = Operation("rms_norm", xla.rms_norm)
 RESIDUAL_RMS_NORM = Operation("residual_rms_norm", xla.residual_rms_norm)
 RMS_NORM_QUANTIZE = Operation("rms_norm_quantize", xla.rms_norm_quantize)
 RESIDUAL_RMS_NORM_QUANTIZE = Operation("residual_rms_norm_quantize", xla.residual_rms_norm_quantize)
+
+RMS_NORM_QUANTIZE.register(
+    "mosaic", mosaic.rms_norm_quantize, shape_key=mosaic.norm_key, config_type=mosaic.Config, candidates=mosaic.candidates
+)
+RESIDUAL_RMS_NORM_QUANTIZE.register(
+    "mosaic",
+    mosaic.residual_rms_norm_quantize,
+    shape_key=mosaic.residual_norm_key,
+    config_type=mosaic.Config,
+    candidates=mosaic.candidates,
+)
 
 
 def rms_norm(

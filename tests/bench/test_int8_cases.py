@@ -22,7 +22,10 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8_cases, "L2_IS_COLD", 1000)
 
 
-@pytest.mark.parametrize("name", int8_cases.INT8_GROUPS)
+MATMULS = ("w8a16", "w8a8", "int8_dense")
+
+
+@pytest.mark.parametrize("name", MATMULS)
 def test_a_layer_has_four_matmuls_and_their_bytes(name: str) -> None:
     groups = list(int8_cases.INT8_GROUPS[name]("llama"))
     assert [group.name.split()[-1] for group in groups] == ["gate_up", "down", "qkv", "out"]
@@ -61,3 +64,19 @@ def test_quantised_activations_have_a_peer_of_int8() -> None:
     )  # fmt: skip
     assert [one.contender.label for one in found[2]] == ["xla", "xla bf16", "xla int8, no scales"]
     assert [one.problem for one in found[2]] == ["", "", ""]
+
+
+@pytest.mark.parametrize("name", sorted(set(int8_cases.INT8_GROUPS) - set(MATMULS)))
+def test_norms_are_right_on_their_data(name: str) -> None:
+    group = next(int8_cases.INT8_GROUPS[name]("llama"))
+    (case,) = group.cases
+    shapes = jax.eval_shape(lambda: group.data(3))
+    result = jax.eval_shape(
+        lambda weight, data: called(case, weight, data), jax.eval_shape(case.query, jax.random.key(0)), shapes
+    )
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(result)]
+    assert case.bytes == sum(sizes) + sum(x.size * 2 for x in shapes[0])
+    (found,) = run_group(
+        group, seed=time.time_ns() % 2**31, launch_seconds=0.0, limit=0, peers=peers, deadline=time.monotonic() + 300
+    )  # fmt: skip
+    assert [one.problem for one in found[2]] == [""]

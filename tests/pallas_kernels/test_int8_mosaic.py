@@ -202,7 +202,7 @@ def test_what_is_not_served_says_why(reason, kwargs):
         ("bytes of shared memory", W8A8, TilesConfig(stages=8)),
         ("registers of sums", W8A8, TilesConfig(columns=256)),
         ("no multiple of 64", W8A8, TilesConfig(columns=96)),
-        ("larger than 256", W8A8, TilesConfig(rows=192, columns=64)),
+        ("larger than 256", W8A8, TilesConfig(rows=192, columns=64, stages=2)),
     ],
 )
 def test_a_configuration_that_does_not_fit_says_why(reason, operation, config):
@@ -218,7 +218,7 @@ def test_a_configuration_that_does_not_fit_says_why(reason, operation, config):
 def test_candidates_that_stream_fit(operands, tokens, extra):
     key = {"tokens": tokens, "in": 4096, "out": 14336, "out_dtype": "bfloat16", "operands": operands, **extra}
     found = candidates(key)
-    assert len(found) == len(set(found)) > 5
+    assert len(found) == len(set(found)) >= 3
     assert found[0] == default_config(key)
     assert all(config.block_k % 128 == 0 and make_plan(key, config).tokens >= tokens for config in found)
 
@@ -227,7 +227,7 @@ def test_candidates_that_stream_fit(operands, tokens, extra):
 def test_candidates_of_many_tokens_fit(tokens, extra):
     key = {"tokens": tokens, "in": 4096, "out": 14336, "out_dtype": "bfloat16", "operands": "w8a8", **extra}
     found = tiles_candidates(key)
-    assert len(found) == len(set(found)) > 5
+    assert len(found) == len(set(found)) >= 3
     for config in found:
         assert fits(make_tiles_plan(key, config))
 
