@@ -55,6 +55,7 @@ def test_both_ways_are_right_on_the_data_and_peers_run() -> None:
     )  # fmt: skip
     assert [one.contender.label.split()[0] for one in found[2]] == ["xla", "w8a16", "w8a8", "xla"]
     assert [one.problem for one in found[2]] == ["", "", "", ""]
+    assert found[2][2].error < 0.01  # nothing was lost in quantising
 
 
 def test_quantised_activations_have_a_peer_of_int8() -> None:
