@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from jax import Array
     from jax.typing import DTypeLike
 
+_AHEAD = 2  # pieces of the residual
+
 _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 _BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
@@ -170,10 +172,11 @@ class _Kernel:
         x_scales = [_load(refs["x_scale"], row, _BY_ROW) for row in rows]
         scales = [[_load(refs["scale"], half * plan.columns_out + at, _BY_COLUMN) for at in columns] for half in range(plan.pair)]
         sums = self._multiply(refs, own, index * plan.steps)
-        old = None
-        if "residual" in refs:
-            old = [[_load(refs["residual"], (row, at), plgpu.Layout.WGMMA) for at in columns] for row in rows]
-        for piece, (i, j) in enumerate(itertools.product(range(len(rows)), range(len(columns)))):
+        pieces = list(itertools.product(range(len(rows)), range(len(columns))))
+        # Two pieces of the residual are on their way while one is written: all would take more registers than there are.
+        coming = (_load(refs["residual"], (rows[i], columns[j]), plgpu.Layout.WGMMA) for i, j in pieces)
+        old = list(itertools.islice(coming, _AHEAD)) if "residual" in refs else []
+        for piece, (i, j) in enumerate(pieces):
             values = []
             for half, total in enumerate(sums):
                 part = total[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK].astype(jnp.float32)
@@ -183,8 +186,9 @@ class _Kernel:
             if "bias" in refs:
                 bias = _load(refs["bias"], columns[j], _BY_COLUMN).astype(jnp.float32)
                 value = value + lax.broadcast_in_dim(bias, value.shape, [1])
-            if old is not None:
-                value = value + old[i][j].astype(jnp.float32)
+            if old:
+                value = value + old.pop(0).astype(jnp.float32)
+                old.extend(itertools.islice(coming, 1))
             staging = refs["staging"].at[warpgroup, lax.rem(index * (len(rows) * len(columns)) + piece, jnp.int32(STAGING))]
             plgpu.wait_smem_to_gmem(STAGING - 1, wait_read_only=True)
             staging[...] = value.astype(self.out_dtype)
