@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from pallas_kernels.quantized import QuantizedTensor
 
+MAX_WIDENED_TOKENS = 128
+"""A thread has no registers for the sums of gate and up of more, beside the weights that it widens."""
+
 _LINE = 128  # int8 elements of a swizzled line, which a row of weights is a multiple of
 
 
@@ -74,7 +77,7 @@ def w8a16_key(
     del upcoming
     if x.dtype != jnp.bfloat16:
         raise UnsupportedShape(f"the kernel multiplies bfloat16 by int8, not {x.dtype}")
-    _check_few(x)
+    _check_few(x, MAX_WIDENED_TOKENS)
     return {**served_key(x, w, bias, residual, activation, out_dtype), "operands": "w8a16"}
 
 
@@ -91,7 +94,7 @@ def w8a8_key(
 ) -> dict[str, int | str]:
     """Key of a `w8a8` call in the tuning table; the hint is no part of it. UnsupportedShape as `w8a8`."""
     del x_scale, upcoming
-    _check_few(xq)
+    _check_few(xq, MAX_TOKENS)
     return {**served_key(xq, w, bias, residual, activation, out_dtype), "operands": "w8a8"}
 
 
@@ -119,9 +122,9 @@ def served_key(
     return key
 
 
-def _check_few(x: Array) -> None:
-    if not 1 <= x.shape[0] <= MAX_TOKENS:
-        raise UnsupportedShape(f"{x.shape[0]} tokens; the kernel takes 1 to {MAX_TOKENS}")
+def _check_few(x: Array, most: int) -> None:
+    if not 1 <= x.shape[0] <= most:
+        raise UnsupportedShape(f"{x.shape[0]} tokens; the kernel takes 1 to {most}")
 
 
 def _run(
