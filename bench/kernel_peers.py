@@ -1,4 +1,5 @@
-"""What else computes attention on this device: cuDNN, JAX's own Triton kernel, and tokamax where it is installed.
+"""What else computes the same on this device: for attention cuDNN, JAX's own Triton kernel, and tokamax where it is installed;
+for int8 matmuls XLA's dot of int8 without scales, and of bfloat16.
 
 A peer gets the case's data in the layout it wants. It is timed, not compared, and never chosen; where it cannot run, the
 reason is its row.
@@ -12,11 +13,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from bench.flash_cases import FlashCase
 from bench.kernel_cases import Case
 from bench.kernel_timing import Contender
+from pallas_kernels.dispatch import REFERENCE
+from pallas_kernels.int8_matmul import INT8_DENSE, W8A8, W8A16
+from pallas_kernels.matmul import dense
 from pallas_kernels.paged_attention import PAGED_ATTENTION
+from pallas_kernels.quantized import dequantize
 from pallas_kernels.smoke import Call
 
 CONTIGUOUS_COPIES = 4  # layers whose keys and values are also laid out without pages
@@ -26,6 +32,8 @@ def peers(case: Case) -> Sequence[Contender]:
     """The peers of a case."""
     if isinstance(case, FlashCase):  # cuDNN wants a bias written out over all pairs: no peer of those
         return () if case.biased else (_prefill(case),)
+    if case.operation in (W8A16, W8A8, INT8_DENSE):
+        return _matmuls(case)
     if case.operation is not PAGED_ATTENTION or case.flops:
         return ()
     found = [
@@ -34,6 +42,27 @@ def peers(case: Case) -> Sequence[Contender]:
     ]
     if importlib.util.find_spec("tokamax") is not None:
         found += [_contiguous(f"tokamax {name}, contiguous", case, _tokamax(name)) for name in ("mosaic", "triton")]
+    return found
+
+
+def _matmuls(case: Case) -> Sequence[Contender]:
+    """XLA's dots of the same sizes, without what goes before and behind."""
+
+    def widened(data: list[dict[str, Any]]) -> list[jax.Array]:
+        return [dequantize(one["w"], jnp.bfloat16) for one in data]
+
+    def bf16(query: Any, _: Any, w: jax.Array, __: Any) -> Call:
+        return Call((query[0].astype(jnp.bfloat16), w), {"implementation": REFERENCE})
+
+    def int8(query: Any, _: Any, turn: dict[str, Any], __: Any) -> Call:
+        return Call((query[0], turn["w"].qvalue), {})
+
+    def dot(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+
+    found = [Contender(label="xla bf16", function=dense, arguments=bf16, data=widened)]
+    if case.operation is W8A8:
+        found.append(Contender(label="xla int8, no scales", function=dot, arguments=int8))
     return found
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.flash_cases import FLASH_GROUPS
+from bench.int8_cases import INT8_GROUPS
 from bench.kernel_cases import GROUPS as STEP_GROUPS
 from bench.kernel_cases import Case
 from bench.kernel_peers import peers
@@ -33,7 +34,7 @@ from pallas_kernels import tuning
 from pallas_kernels.dispatch import REFERENCE
 from pallas_kernels.matmul import DENSE
 
-GROUPS = {**STEP_GROUPS, **FLASH_GROUPS}
+GROUPS = {**STEP_GROUPS, **FLASH_GROUPS, **INT8_GROUPS}
 
 STEP_GOAL_MS = {("llama-8b", 256): 6.2}  # all matmuls of a step
 

@@ -20,9 +20,12 @@ from pallas_kernels.flash_attention import FLASH_ATTENTION
 from pallas_kernels.flash_attention import shapes as flash_shapes
 from pallas_kernels.flash_attention.xla import Biases, Rows
 from pallas_kernels.fused_layer import FUSED_LAYER, MEETINGS, LayerParams, NextParams
+from pallas_kernels.fused_norm import RESIDUAL_RMS_NORM_QUANTIZE, RMS_NORM_QUANTIZE
+from pallas_kernels.int8_matmul import INT8_DENSE, W8A8, W8A16
 from pallas_kernels.matmul import DENSE, GATED_DENSE, RESIDUAL_DENSE
 from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.shapes import Case, make_inputs
+from pallas_kernels.quantized import pack, quantize, quantize_tokens
 from pallas_kernels.rope_kv_write import ROPE_KV_WRITE
 
 if TYPE_CHECKING:
@@ -124,6 +127,36 @@ def _gated_dense(random: np.random.Generator) -> Call:
     return Call((x, w, "silu"), {})
 
 
+def _int8_dense(random: np.random.Generator) -> Call:
+    """Activations that nothing is lost of when they are quantised: both ways have the same result."""
+    x, w = random.integers(-127, 128, (40, 1024)) / 64, random.standard_normal((1024, 1024))
+    x[:, 0] = 127 / 64
+    residual = jnp.asarray(random.standard_normal((40, 1024)), jnp.bfloat16)
+    args = (jnp.asarray(x, jnp.bfloat16), pack(quantize(jnp.asarray(w, jnp.float32))), None, residual)
+    return Call(args, {"activation": None, "out_dtype": jnp.bfloat16})
+
+
+def _w8a8(random: np.random.Generator) -> Call:
+    """More tokens than one kernel must have, and fewer than the other can: both are compared."""
+    (x, *others), options = _int8_dense(random)
+    return Call((*quantize_tokens(x), *others), options)
+
+
+def _norm_quantize(random: np.random.Generator) -> Call:
+    x = jnp.asarray(random.uniform(-1.7, 1.7, (9, 1024)), jnp.bfloat16)
+    return Call((x, jnp.asarray(random.uniform(0.5, 1.5, 1024), jnp.float32), 1e-5), {})
+
+
+def _residual_norm_quantize(random: np.random.Generator) -> Call:
+    (x, *others), options = _norm_quantize(random)
+    return Call((x, x[::-1], *others), options)
+
+
+def _dequantized(result: Any) -> Any:
+    qvalue, scale, *stream = result
+    return [qvalue.astype(jnp.float32) * scale[..., None], *stream]
+
+
 def _decode_attention(random: np.random.Generator) -> Call:
     lengths = (0, 1, 15, 16, 17, 64, 65, 300)
     case = Case(
@@ -217,6 +250,11 @@ PROBES = (
     Probe(DENSE, _dense),
     Probe(RESIDUAL_DENSE, _residual_dense),
     Probe(GATED_DENSE, _gated_dense),
+    Probe(W8A16, _int8_dense),
+    Probe(W8A8, _w8a8),
+    Probe(INT8_DENSE, _int8_dense),
+    Probe(RMS_NORM_QUANTIZE, _norm_quantize, _dequantized),
+    Probe(RESIDUAL_RMS_NORM_QUANTIZE, _residual_norm_quantize, _dequantized),
     Probe(PAGED_ATTENTION, _decode_attention),
     Probe(PAGED_ATTENTION, _extend_attention),
     Probe(FLASH_ATTENTION, _flash_attention),

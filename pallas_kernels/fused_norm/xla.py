@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.quantized import quantize_tokens
+
 if TYPE_CHECKING:
     from jax import Array
 
@@ -22,3 +24,14 @@ def residual_rms_norm(x: Array, residual: Array, weight: Array, eps: float) -> t
     """See `pallas_kernels.fused_norm.residual_rms_norm`."""
     total = (residual.astype(jnp.float32) + x.astype(jnp.float32)).astype(residual.dtype)
     return rms_norm(total, weight, eps).astype(x.dtype), total
+
+
+def rms_norm_quantize(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    """See `pallas_kernels.fused_norm.rms_norm_quantize`."""
+    return quantize_tokens(rms_norm(x, weight, eps))
+
+
+def residual_rms_norm_quantize(x: Array, residual: Array, weight: Array, eps: float) -> tuple[Array, Array, Array]:
+    """See `pallas_kernels.fused_norm.residual_rms_norm_quantize`."""
+    normed, total = residual_rms_norm(x, residual, weight, eps)
+    return *quantize_tokens(normed), total

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jax.typing import DTypeLike
 
-_IN_KERNEL = ("silu", "gelu_tanh")  # activations that lower; the error function does not
+IN_KERNEL = ("silu", "gelu_tanh")  # activations that lower; the error function does not
 
 
 def dense(
@@ -69,7 +69,7 @@ def dense_key(
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if out_dtype not in (jnp.bfloat16, jnp.float32):
         raise UnsupportedShape(f"out_dtype is {out_dtype}; bfloat16 and float32 are written")
-    return {**key, "bias": _kind(bias), "out_dtype": out_dtype.name}
+    return {**key, "bias": bias_kind(bias), "out_dtype": out_dtype.name}
 
 
 def residual_key(
@@ -79,14 +79,14 @@ def residual_key(
     del upcoming
     if residual.dtype != jnp.bfloat16:
         raise UnsupportedShape(f"the residual is {residual.dtype}; the kernel adds bfloat16")
-    return {**_key(x, w, w.shape[0]), "bias": _kind(bias), "residual": residual.dtype.name}
+    return {**_key(x, w, w.shape[0]), "bias": bias_kind(bias), "residual": residual.dtype.name}
 
 
 def gated_key(x: Array, w: Array, activation: str, *, upcoming: Array | None = None) -> dict[str, int | str]:
     """Key of a `gated_dense` call in the tuning table. UnsupportedShape as `gated_dense`."""
     del upcoming
-    if activation not in _IN_KERNEL:
-        raise UnsupportedShape(f"activation {activation!r} does not lower in a kernel; {', '.join(_IN_KERNEL)} do")
+    if activation not in IN_KERNEL:
+        raise UnsupportedShape(f"activation {activation!r} does not lower in a kernel; {', '.join(IN_KERNEL)} do")
     return {**_key(x, w, w.shape[0] // 2), "activation": activation}
 
 
@@ -103,25 +103,36 @@ def _run(
     out_dtype: DTypeLike,
 ) -> Array:
     config = default_config(key) if config is None else config
-    _check(key, config)
+    check_config(key, config)
     plan = make_plan(key, config)
     tokens = x.shape[0]
     # The hardware reads zeros beyond the last of up to 8 tokens; more come in eights, so a ragged rest is padded by a pass.
-    ragged = -tokens % TOKEN_BLOCK if tokens > TOKEN_BLOCK else 0
-    if ragged:
-        x = jnp.pad(x, ((0, ragged), (0, 0)))
-        residual = None if residual is None else jnp.pad(residual, ((0, ragged), (0, 0)))
-    if upcoming is not None and any(size % box for size, box in zip(upcoming.shape, AHEAD_BOX, strict=True)):
-        upcoming = None  # a hint in a shape that is not worth a case
+    if tokens > TOKEN_BLOCK:
+        x, residual = padded(x), padded(residual)
+    upcoming = boxed(upcoming)
     from pallas_kernels.matmul.mosaic_kernel import stream  # only where a kernel is wanted: it takes a second to import
 
     if config.reduce == "after":
         sums = stream(x, w, None, None, upcoming, plan=plan, activation=None, out_dtype=jnp.float32).sum(0)
-        return _epilogue(sums, bias, residual, activation).astype(out_dtype)[:tokens]
+        return epilogue(sums, bias, residual, activation).astype(out_dtype)[:tokens]
     return stream(x, w, bias, residual, upcoming, plan=plan, activation=activation, out_dtype=out_dtype)[0, :tokens]
 
 
-def _epilogue(sums: Array, bias: Array | None, residual: Array | None, activation: str | None) -> Array:
+def padded(array: Array | None) -> Array | None:
+    """With rows of zeros up to a multiple of 8."""
+    if array is None or array.shape[0] % TOKEN_BLOCK == 0:
+        return array
+    return jnp.pad(array, ((0, -array.shape[0] % TOKEN_BLOCK), *((0, 0),) * (array.ndim - 1)))
+
+
+def boxed(upcoming: Array | None) -> Array | None:
+    """The hint, if it is of a shape that can be asked for; others are not worth a case."""
+    if upcoming is None or any(size % box for size, box in zip(upcoming.shape, AHEAD_BOX, strict=True)):
+        return None
+    return upcoming
+
+
+def epilogue(sums: Array, bias: Array | None, residual: Array | None, activation: str | None) -> Array:
     """What the kernel does to its sums, for those that XLA added."""
     if activation is not None:
         gate, up = jnp.split(sums, 2, axis=-1)
@@ -145,7 +156,7 @@ def _key(x: Array, w: Array, out: int) -> dict[str, int | str]:
     return {"tokens": tokens, "in": depth, "out": out}
 
 
-def _kind(bias: Array | None) -> str:
+def bias_kind(bias: Array | None) -> str:
     if bias is None:
         return "none"
     if bias.dtype not in (jnp.bfloat16, jnp.float32):
@@ -153,10 +164,10 @@ def _kind(bias: Array | None) -> str:
     return bias.dtype.name
 
 
-def _check(key: Mapping[str, int | str], config: Config) -> None:
+def check_config(key: Mapping[str, int | str], config: Config) -> None:
     """Raises UnsupportedShape where a configuration, perhaps tuned for more tokens, does not fit a call."""
     plan = make_plan(key, config)
-    if config.cluster_size > MAX_CLUSTER or config.block_k % K_BLOCK:
+    if config.cluster_size > MAX_CLUSTER or config.block_k % plan.k_block:
         raise UnsupportedShape(f"{config} has clusters of more than {MAX_CLUSTER} or an odd block")
     if plan.shared_bytes > SHARED_BYTES:
         raise UnsupportedShape(f"{config} takes {plan.shared_bytes} bytes of shared memory, {SHARED_BYTES} are there")

@@ -28,13 +28,18 @@ if TYPE_CHECKING:
     from jax import Array
     from jax.typing import DTypeLike
 
-_MANY_ACCUMULATORS = 64  # registers a thread; from here on the copy warpgroup hands its own over
+_MANY_REGISTERS = 64  # of a thread; from here on the copy warpgroup hands its own over
 
 
 def _swizzled(itemsize: int, width: int) -> tuple[Any, ...]:
     """Tiles of 8 lines, each as long as a swizzle reaches (128 bytes at most)."""
     line = min(width * itemsize, 128)
     return plgpu.TilingTransform((8, line // itemsize)), plgpu.SwizzleTransform(line)
+
+
+def swizzled_tile(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    """Shared memory that loads fill and wgmma reads."""
+    return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=_swizzled(jnp.dtype(dtype).itemsize, shape[-1]))
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "activation", "out_dtype"))
@@ -56,11 +61,15 @@ def stream(
     """
     operands = {"x": x, "w": w, "bias": bias, "residual": residual, "upcoming": upcoming}
     operands = {name: array for name, array in operands.items() if array is not None}
-    return _Kernel(plan, activation, out_dtype, tuple(operands)).call(list(operands.values()), x.shape[0])
+    return StreamKernel(plan, activation, out_dtype, tuple(operands)).call(list(operands.values()), x.shape[0])
 
 
-class _Kernel:
-    """Traces the kernel for one plan; holds nothing but what is static."""
+class StreamKernel:
+    """Traces the kernel for one plan; holds nothing but what is static. Other kinds of weights and tokens are subclasses."""
+
+    weight_dtype: DTypeLike = jnp.bfloat16
+    token_dtype: DTypeLike = jnp.bfloat16
+    sum_dtype: DTypeLike = jnp.float32
 
     def __init__(self, plan: Plan, activation: str | None, out_dtype: DTypeLike, operands: tuple[str, ...]) -> None:
         self.plan = plan
@@ -73,18 +82,17 @@ class _Kernel:
 
     def call(self, operands: list[Array], tokens: int) -> Array:
         plan, config = self.plan, self.config
-        bf16 = jnp.dtype(jnp.bfloat16)
         ring = (config.stages,)
         planes = config.splits if config.reduce == "after" else 1
         out_types = [jax.ShapeDtypeStruct((planes, tokens, plan.rows_out), self.out_dtype)]
-        lines = _swizzled(2, K_BLOCK)
         out_lines = _swizzled(self.out_dtype.itemsize, ROW_BLOCK)
         scratch = {
-            "weights": plgpu.SMEM((*ring, plan.pair * plan.tile_rows, config.block_k), bf16, transforms=lines),
-            "tokens": plgpu.SMEM((*ring, plan.tokens, config.block_k), bf16, transforms=lines),
+            "weights": swizzled_tile((*ring, plan.pair * plan.tile_rows, config.block_k), self.weight_dtype),
+            "tokens": swizzled_tile((*ring, plan.tokens, config.block_k), self.token_dtype),
             "staging": plgpu.SMEM((plan.warpgroups, plan.store, ROW_BLOCK), self.out_dtype, transforms=out_lines),
             "full": plgpu.Barrier(num_arrivals=plan.pair + 1, num_barriers=config.stages),
             "empty": self._ring_barrier(),
+            **self.more_scratch(),
         }
         if self.residual:
             scratch["residual_here"] = plgpu.Barrier(num_barriers=plan.warpgroups)
@@ -92,10 +100,11 @@ class _Kernel:
             among_splits = {"collective_axes": ("split",), "num_barriers": plan.warpgroups}
             scratch["read"] = plgpu.ClusterBarrier(**among_splits)
             if config.reduce == "cluster":
-                scratch["inbox"] = plgpu.SMEM(plan.inbox_shape, jnp.float32, transforms=_swizzled(4, plan.piece))
+                scratch["inbox"] = plgpu.SMEM(plan.inbox_shape, self.sum_dtype, transforms=_swizzled(4, plan.piece))
                 scratch["arrived"] = plgpu.Barrier(num_arrivals=config.splits * plan.pair, num_barriers=plan.warpgroups)
             else:
-                out_types.append(jax.ShapeDtypeStruct((plan.clusters * config.share, plan.parts, *plan.inbox_shape), jnp.float32))
+                mail_shape = (plan.clusters * config.share, plan.parts, *plan.inbox_shape)
+                out_types.append(jax.ShapeDtypeStruct(mail_shape, self.sum_dtype))
                 scratch["arrived"] = plgpu.ClusterBarrier(**among_splits)
         clustered = config.cluster_size > 1
         after = config.splits if config.reduce == "after" else 1
@@ -112,6 +121,15 @@ class _Kernel:
             kernel_name="stream_matmul",
         )(*operands)
         return out
+
+    def more_scratch(self) -> dict[str, Any]:
+        """What a subclass needs beside the ring."""
+        return {}
+
+    def scaled(self, refs: dict[str, Any], totals: list[Array], row: Array, token: Array) -> list[Array]:
+        """Sums [64, piece] of each half of a pair in float32, as an epilogue takes them; `row` and `token` are the output's."""
+        del refs, row, token
+        return totals
 
     def _ring_barrier(self) -> plgpu.Barrier | plgpu.ClusterBarrier:
         count = {"num_arrivals": self.plan.warpgroups, "num_barriers": self.config.stages}
@@ -140,7 +158,7 @@ class _Kernel:
             return pl.multiple_of((tile * config.share + peer) * plan.tile_rows, ROW_BLOCK)
 
         # One compute warpgroup may have 240 registers a thread anyway.
-        many = plan.accumulators >= _MANY_ACCUMULATORS and plan.warpgroups > 1
+        many = plan.registers >= _MANY_REGISTERS and plan.warpgroups > 1
 
         @pl.when(warpgroup == plan.warpgroups)
         def _() -> None:
@@ -232,7 +250,7 @@ class _Kernel:
                 def _() -> None:
                     self._fetch_residual(refs, warpgroup, self._place(row, start, 0))
 
-            sums = self._multiply(refs, block, token, tile_index * plan.steps)
+            sums = self.multiply(refs, warpgroup, block, token, tile_index * plan.steps)
             if not plan.split_in_cluster:
                 self._finish(refs, sums, warpgroup, row, start, plane, fetched=True)
                 return
@@ -266,8 +284,9 @@ class _Kernel:
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _multiply(self, refs: dict[str, Any], block: Array, token: Array, start: Array) -> list[Array]:
+    def multiply(self, refs: dict[str, Any], warpgroup: Array, block: Array, token: Array, start: Array) -> list[Array]:
         """The sums of this warpgroup over this CTA's slice: [64, tokens_each] for each half of a pair."""
+        del warpgroup
         plan, config = self.plan, self.config
 
         def steps(*accumulators: Any) -> list[Array]:
@@ -289,7 +308,10 @@ class _Kernel:
             plgpu.barrier_arrive(refs["empty"].at[lax.rem(start + plan.steps - 1, config.stages)])
             return sums
 
-        return pl.run_scoped(steps, *[plgpu.ACC((ROW_BLOCK, plan.tokens_each), jnp.float32)] * plan.pair)
+        return pl.run_scoped(steps, *self.accumulators())
+
+    def accumulators(self) -> list[Any]:
+        return [plgpu.ACC((ROW_BLOCK, self.plan.tokens_each), self.sum_dtype)] * self.plan.pair
 
     def _send(self, refs: dict[str, Any], sums: list[Array], at: int, split: Array, peer: Array, warpgroup: Array) -> Any:
         """Gives each finishing CTA the piece at `at` of its part of this CTA's sums; returns what holds those sent to this
@@ -326,7 +348,8 @@ class _Kernel:
         # The last tile may reach beyond the last row.
         @pl.when(row < plan.rows_out)
         def _() -> None:
-            value = totals[0] if self.activation is None else ACTIVATIONS[self.activation](totals[0]) * totals[1]
+            sums = self.scaled(refs, totals, row, token)
+            value = sums[0] if self.activation is None else ACTIVATIONS[self.activation](sums[0]) * sums[1]
             if self.biased:
                 bias = plgpu.load(refs["bias"].at[pl.ds(row, ROW_BLOCK)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
                 value = value + lax.broadcast_in_dim(bias.astype(jnp.float32), value.shape, [0])

@@ -15,7 +15,8 @@ from typing import Literal
 import jax.numpy as jnp
 
 ROW_BLOCK = 64  # rows of weights a warpgroup multiplies: wgmma's M
-K_BLOCK = 64  # bf16 elements of a swizzled line of 128 bytes
+_LINE = 128  # bytes of a swizzled line
+K_BLOCK = 64  # what the contraction is a multiple of: bf16 elements of a line
 TOKEN_BLOCK = 8  # tokens a wgmma counts by
 MAX_TOKENS = 256
 """wgmma takes no more columns; beyond it a matmul is no longer bound by the weights."""
@@ -46,6 +47,7 @@ _READ = 4.2e12  # bytes/s of memory, all multiprocessors
 _READ_EACH = 38e9  # bytes/s of memory a multiprocessor draws: 96 of them with a ring and no arithmetic reached 3.7e12
 _CACHE = 7.5e12  # bytes/s of the second-level cache
 _MULTIPLY_EACH = 5.8e12  # bf16 operations/s of a multiprocessor
+_WIDEN_EACH = 45e9  # int8 weights/s widened in registers, one multiprocessor: two warpgroups of a draft did 30e9, waits included
 _SHARED_EACH = 220e9  # bytes/s of its shared memory, read or written
 _EXCHANGE_EACH = 40e9  # bytes/s between multiprocessors, one of them
 _TILE = 0.15e-6  # seconds a tile's epilogue adds that loads do not hide
@@ -53,6 +55,8 @@ _SPLIT = 0.7e-6  # seconds the CTAs of a split wait for each other, each time th
 _STEP = 20e-9  # seconds a step costs while the first and the last ones are not hidden
 _TOKENS = 40e12  # bytes/s: what tokens add to a step that reads weights
 
+
+_ITEMSIZES: dict[int | str, tuple[int, int]] = {"bfloat16": (2, 2), "w8a16": (1, 2), "w8a8": (1, 1)}  # weights and tokens
 
 Reduce = Literal["cluster", "after", "global"]
 
@@ -102,6 +106,7 @@ class Plan:
         parts: CTAs among the splits that finish a part.
         piece: tokens of a part exchanged at a time.
         store: tokens written at a time.
+        weight_itemsize, token_itemsize: bytes of an element.
     """
 
     config: Config
@@ -110,6 +115,18 @@ class Plan:
     depth: int
     pair: int
     out_itemsize: int
+    weight_itemsize: int = 2
+    token_itemsize: int = 2
+
+    @property
+    def k_block(self) -> int:
+        """What `block_k` is a multiple of: a swizzled line of weights."""
+        return _LINE // self.weight_itemsize
+
+    @property
+    def widens(self) -> bool:
+        """Whether weights are widened to the tokens' type in registers, from which they are multiplied."""
+        return self.weight_itemsize < self.token_itemsize
 
     @property
     def split_in_cluster(self) -> bool:
@@ -172,7 +189,7 @@ class Plan:
     @property
     def step_bytes(self) -> int:
         """Shared memory of a step in flight."""
-        return (self.pair * self.tile_rows + self.tokens) * self.config.block_k * 2
+        return (self.pair * self.tile_rows * self.weight_itemsize + self.tokens * self.token_itemsize) * self.config.block_k
 
     @property
     def shared_bytes(self) -> int:
@@ -187,6 +204,11 @@ class Plan:
         """Registers a thread needs for its sums."""
         return self.pair * self.tokens_each // 2
 
+    @property
+    def registers(self) -> int:
+        """Registers a thread needs for its sums and for weights that are widened, before and after."""
+        return self.accumulators + (self.config.block_k * 3 // 8 if self.widens else 0)
+
 
 def _divisor(tokens: int, most: int) -> int:
     """The largest multiple of 8 that divides tokens and is at most `most`."""
@@ -198,6 +220,7 @@ def make_plan(key: Mapping[str, int | str], config: Config) -> Plan:
     after = config.reduce == "after"
     pair = 2 if "activation" in key else 1
     unit = TOKEN_BLOCK * config.columns
+    weight_itemsize, token_itemsize = _ITEMSIZES[key.get("operands", "bfloat16")]
     return Plan(
         config=config,
         tokens=math.ceil(int(key["tokens"]) / unit) * unit,
@@ -205,12 +228,14 @@ def make_plan(key: Mapping[str, int | str], config: Config) -> Plan:
         depth=int(key["in"]),
         pair=1 if after else pair,
         out_itemsize=4 if after else jnp.dtype(key.get("out_dtype", jnp.bfloat16)).itemsize,
+        weight_itemsize=weight_itemsize,
+        token_itemsize=token_itemsize,
     )
 
 
 def candidates(key: Mapping[str, int | str]) -> list[Config]:
-    """Configurations worth timing for a key of any of the three operations: the default, then the most promising by a rough
-    model: one of each way to share the work, then other blocks of the best. All fit the device."""
+    """Configurations worth timing for a key of any operation that streams weights: the default, then the most promising by a
+    rough model: one of each way to share the work, then other blocks of the best. All fit the device."""
     ranked = _ranked(key)
     ways: dict[tuple[int, ...], Config] = {}
     for config in ranked:
@@ -244,6 +269,8 @@ def _ranked(key: Mapping[str, int | str]) -> list[Config]:
             config = Config(rows, columns, block_k, 1, splits, share, _CLUSTERS[splits * share] * resident)
             limit = SHARED_BYTES if resident == 1 else _HALF_SHARED_BYTES
             plan = make_plan(key, config)
+            if block_k % plan.k_block:
+                continue
             stages = min(_MAX_STAGES, 1 + (limit - plan.shared_bytes) // plan.step_bytes)
             if stages >= _MIN_STAGES and _fits(make_plan(key, config)):
                 found.append(dataclasses.replace(config, stages=stages))
@@ -255,7 +282,7 @@ def _fits(plan: Plan) -> bool:
     registers = 240 if plan.warpgroups == 1 else min(240, (512 - COPY_REGISTERS) // plan.warpgroups)
     return (
         plan.tokens // TOKEN_BLOCK % config.share == 0
-        and plan.accumulators + _OTHER_REGISTERS <= registers
+        and plan.registers + _OTHER_REGISTERS <= registers
         and plan.shared_bytes <= SHARED_BYTES
     )
 
@@ -267,14 +294,18 @@ def _seconds(plan: Plan) -> float:
     rounds = math.ceil(plan.tiles / plan.clusters)
     steps = rounds * plan.steps
     ctas = plan.clusters * config.cluster_size
-    step_weights = plan.pair * plan.tile_rows * config.block_k * 2
-    weights = plan.pair * plan.rows_out * plan.depth * 2
-    tokens = steps * ctas * plan.tokens * config.block_k * 2 / config.share
+    step_elements = plan.pair * plan.tile_rows * config.block_k
+    step_weights = step_elements * plan.weight_itemsize
+    weights = plan.pair * plan.rows_out * plan.depth * plan.weight_itemsize
+    tokens = steps * ctas * plan.tokens * config.block_k * plan.token_itemsize / config.share
     read = max(weights / _READ, steps * step_weights * resident / _READ_EACH, (weights + tokens) / _CACHE)
-    multiply = steps * step_weights * plan.tokens * resident / _MULTIPLY_EACH
+    multiply = steps * step_elements * 2 * plan.tokens * resident / (_MULTIPLY_EACH * 2 / plan.token_itemsize)
+    if plan.widens:
+        multiply += steps * step_elements * config.columns * resident / _WIDEN_EACH
     # Each byte is written once; then a warpgroup reads its rows, and all of its tokens for each of a pair.
-    lines = plan.pair * plan.tile_rows * (1 + config.columns) + plan.tokens * (1 + plan.pair * config.rows)
-    shared = steps * lines * config.block_k * 2 * resident / _SHARED_EACH
+    lines = plan.pair * plan.tile_rows * (1 + config.columns) * plan.weight_itemsize
+    lines += plan.tokens * (1 + plan.pair * config.rows) * plan.token_itemsize
+    shared = steps * lines * config.block_k * resident / _SHARED_EACH
     exchange = 0.0
     if config.splits > 1:
         passes = plan.part // plan.piece

@@ -9,14 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from beartype import beartype
-from jaxtyping import Float, Int, TypeCheckError, jaxtyped
+from jaxtyping import Float, Int, Int8, TypeCheckError, jaxtyped
 
-from pallas_kernels.fused_norm import residual_rms_norm, rms_norm
+from pallas_kernels.fused_norm import residual_rms_norm, residual_rms_norm_quantize, rms_norm, rms_norm_quantize
 from pallas_kernels.gated_activation import gated
+from pallas_kernels.int8_matmul import int8_dense, quantize_activations, w8a8, w8a16
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.matmul import dense
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.shapes import RAGGED_DECODE, RAGGED_EXTEND, make_inputs
+from pallas_kernels.quantized import dequantize, quantize
 from pallas_kernels.rope_kv_write import rope_kv_write
 
 ROUNDING = {"float32": 2e-7, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -153,7 +155,8 @@ def test_every_operation_takes_an_implementation_by_name(call):
 def checked(function):
     """The function with its annotated shapes checked at every call. They are strings that name types which only a type
     checker imports, so they are resolved here."""
-    namespace = {**function.__globals__, "Array": jax.Array, "Float": Float, "Int": Int, "DTypeLike": object}
+    namespace = {**function.__globals__, "Array": jax.Array, "Float": Float, "Int": Int, "Int8": Int8}
+    namespace |= {"DTypeLike": object, "Activation": str}
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__annotations__ = {name: eval(hint, namespace) for name, hint in function.__annotations__.items()}
@@ -167,6 +170,13 @@ def test_signatures_tell_the_truth_about_shapes():
     checked(gated)(x, "silu")
     checked(dense)(x, draw(2, 5, 6), draw(3, 5), out_dtype="float32")
     checked(write_kv)(CACHE, CACHE, CACHE[:, :, 0], CACHE[:, :, 0], SLOTS, SLOTS)
+    w = checked(quantize)(draw(2, 5, 6))
+    checked(dequantize)(w)
+    checked(w8a8)(*checked(quantize_activations)(x), w, draw(3, 5), residual=draw(4, 4, 5))
+    checked(w8a16)(x, w, draw(3, 5), out_dtype="bfloat16")
+    checked(int8_dense)(x, checked(quantize)(draw(2, 8, 6), axis=None), activation="silu")
+    checked(rms_norm_quantize)(x, weight, 1e-5)
+    checked(residual_rms_norm_quantize)(x, x, weight, 1e-5)
     rotated = functools.partial(checked(rope_kv_write), page_offset=jnp.int32(0), eps=1e-5)
     rotated(jnp.zeros((3, 10)), CACHE, CACHE, X[:, :1], X[:, :1], SLOTS, SLOTS, ROW, ROW)
     for case in (RAGGED_DECODE, RAGGED_EXTEND):
