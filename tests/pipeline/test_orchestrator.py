@@ -157,7 +157,7 @@ def test_a_batch_runs_every_time_and_counts_bad_lines(
     assert llm == "an engine"
     assert options == {
         "input": str(tmp_path / "i.jsonl"), "output": "o.jsonl", "errors": None, "format": None, "resume": True,
-        "checkpoint_every": 16, "defaults": {"temperature": 0},
+        "checkpoint_every": 16, "defaults": {"temperature": 0}, "tool_parser": "auto",
     }  # fmt: skip
 
 
