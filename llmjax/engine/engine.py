@@ -24,7 +24,7 @@ from llmjax.engine.engine_view import read_engine
 from llmjax.engine.grammar import GrammarCompiler
 from llmjax.engine.grammar_rows import follow, launch_masks
 from llmjax.engine.memory_map import MemoryMap, live_bytes, memory_map
-from llmjax.engine.output_processor import LiveRequest
+from llmjax.engine.output_processor import NON_FINITE, LiveRequest
 from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.request_checks import check_ids, check_params, output_limit, token_ids
 from llmjax.engine.runner import PendingStep
@@ -260,9 +260,11 @@ class Engine:
         if batch.kind == "extend":
             new = [self._owners[row.request].timeline for row in batch.rows if row.is_new]
             for row in batch.rows:
-                self.stats.prompt_tokens_computed += len(row.token_ids)
-                if row.request.num_preemptions:
-                    self.stats.tokens_recomputed += len(row.token_ids)
+                known, request = len(row.token_ids), row.request
+                self.stats.prompt_tokens_computed += known
+                if known and request.num_preemptions:
+                    first = min(row.start + known, request.num_prompt_tokens) - max(row.start, request.num_once_computed)
+                    self.stats.tokens_recomputed += known - max(0, first)
         for timeline in new:
             timeline.scheduled(scheduled_ns)
         try:
@@ -340,7 +342,7 @@ class Engine:
         del self._live[live.request_id]
         lane, reason, params = self._lane_of(live), str(last.outputs[0].finish_reason), live.requests[0].params
         self.stats.finished[reason] += 1
-        self.stats.corrupted += any(choice.finish_reason == "error" for choice in last.outputs)
+        self.stats.corrupted += any(choice.error == NON_FINITE for choice in last.outputs)
         live.timeline.ended(ended_ns)
         last.timings = live.timings(time.monotonic_ns())
         longest = max(len(choice.token_ids) for choice in last.outputs)

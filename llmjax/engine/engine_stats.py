@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import time
 
 
 @dataclasses.dataclass
 class EngineStats:
-    """Counters since the engine was made.
+    """Counters since the engine was made, at `started` (monotonic seconds).
 
     `prompt_tokens_queried` are the prompt tokens of requests (each choice) that were looked up in the prefix cache, and
     `prompt_tokens_cached` those of them that were found. A preempted request is not counted again, nor one with
     `prompt_logprobs`, which is not looked up. `prompt_tokens_computed` are known tokens that were computed, and
-    `tokens_recomputed` those of them that were computed for a request after it was preempted. `corrupted` counts the requests
-    of `finished` that met logits that were not finite.
+    `tokens_recomputed` those of them that were no part of a prompt computed for the first time: a preempted request is computed
+    again as far as it had come. `corrupted` counts the requests of `finished` that met logits that were not finite.
     """
 
     num_pages: int = 0
@@ -28,6 +29,7 @@ class EngineStats:
     preemptions: int = 0
     corrupted: int = 0
     finished: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    started: float = dataclasses.field(default_factory=time.monotonic)
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -76,13 +76,14 @@ class EnginePicture:
     """Copies of what an engine held between two steps.
 
     Attributes:
-        taken: monotonic seconds.
+        taken: monotonic seconds. started: the same, of when the engine was made, which tells it from others.
         counts: how often each page is held. findable: pages that the prefix cache finds.
         rows: (id, lane, prompt tokens, output tokens, page numbers) of each choice with a row.
         times: counts of `Histogram`s by name; `bounds` belong to them.
     """
 
     taken: float
+    started: float
     counts: list[int]
     findable: list[int]
     rows: list[tuple[str, str, int, int, list[int]]]
@@ -96,9 +97,10 @@ class EnginePicture:
 def take_picture(engine: Engine) -> EnginePicture:
     """To be called on the engine's thread. Copies, so that it takes well under a millisecond."""
     counts, findable = engine.pool.uses()
-    metrics, lanes = engine.metrics, engine.config.lanes
+    metrics, lanes, stats = engine.metrics, engine.config.lanes, engine.stats
     return EnginePicture(
         taken=time.monotonic(),
+        started=stats.started,
         counts=counts,
         findable=findable,
         rows=[
@@ -119,6 +121,7 @@ def picture_json(picture: EnginePicture, reading: EngineReading) -> dict[str, An
     cells, pages_per_cell = page_cells(picture)
     return {
         "taken": picture.taken,
+        "started": picture.started,
         **dataclasses.asdict(reading),
         "finished": picture.finished,
         "refused": picture.refused,

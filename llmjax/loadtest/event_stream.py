@@ -68,8 +68,14 @@ class StreamedAnswer:
             yield self._failure(time, "invalid", f"an event is no JSON object: {payload[:80]!r}")
         elif event.get("error"):
             yield self._failure(time, "error", error_message(event))
-        elif tokens := self._tokens(event):
-            yield TokenEvent(self._request_id, time, tokens, prompt_tokens=self._prompt_tokens)
+        else:
+            try:
+                tokens = self._tokens(event)
+            except (AttributeError, TypeError, ValueError):
+                yield self._failure(time, "invalid", f"an event is no completion: {payload[:80]!r}")
+                return
+            if tokens:
+                yield TokenEvent(self._request_id, time, tokens, prompt_tokens=self._prompt_tokens)
 
     def _tokens(self, event: dict[str, Any]) -> int:
         shows = False
@@ -78,10 +84,10 @@ class StreamedAnswer:
             delta = choice.get("delta") or {}
             shows = shows or bool(choice.get("text")) or any(delta.get(name) for name in _SHOWN)
             if reason := choice.get("finish_reason"):
-                self._reason = _ENDS.get(reason, reason)
+                self._reason = _ENDS.get(reason, str(reason))
         tokens = int(shows)
         if usage := event.get("usage"):
-            self._told, self._prompt_tokens = usage.get("completion_tokens"), usage.get("prompt_tokens")
+            self._told, self._prompt_tokens = _count(usage.get("completion_tokens")), _count(usage.get("prompt_tokens"))
             if choices and self._told is not None:
                 tokens = max(0, self._told - self._counted)
         self._counted += tokens
@@ -97,6 +103,12 @@ class StreamedAnswer:
     def _failure(self, time: float, reason: str, why: str) -> TokenEvent:
         self.ended = True
         return TokenEvent(self._request_id, time, 0, finish_reason=reason, error=why, prompt_tokens=self._prompt_tokens)
+
+
+def _count(value: Any) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise TypeError
+    return value
 
 
 def error_message(answer: Any) -> str:

@@ -304,7 +304,7 @@ def find_model(server: ServerAddress) -> ServedModel:
         connection.request("GET", path, headers=dict(_headers(server)))
         answer = connection.getresponse()
         status, body = answer.status, answer.read()
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:  # the last: of a path that no request may have
         raise LlmjaxError(f"{server.url} does not answer ({error}): start the server, or correct the URL") from None
     finally:
         connection.close()
@@ -336,14 +336,21 @@ def _split(url: str) -> _Place:
     try:
         parts = urllib.parse.urlsplit(url)
         secure, port = parts.scheme == "https", parts.port
+        (parts.hostname or "").encode("idna")
     except ValueError as error:
         raise ConfigError(f"{url} is no URL: {error}") from None
+    if "@" in parts.netloc:  # not repeated: it may be a password, and reports name the URL
+        raise ConfigError("the server's URL has a user or password in it: leave it out, and give a key as http.api_key")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{url} is no URL of a server: write one like http://localhost:8000")
     path = parts.path.rstrip("/")
     path = path if path.endswith("/v1") else f"{path}/v1"
-    return _Place(secure, parts.hostname, port or (443 if secure else 80), parts.netloc.rpartition("@")[2], path)
+    return _Place(secure, parts.hostname, port or (443 if secure else 80), parts.netloc, path)
 
 
 def _headers(server: ServerAddress) -> list[tuple[str, str]]:
-    return [] if server.api_key is None else [("authorization", f"Bearer {server.api_key}")]
+    if server.api_key is None:
+        return []
+    if not (server.api_key.isascii() and server.api_key.isprintable()):
+        raise ConfigError("the API key has a line break or a character that no header can hold: correct it")
+    return [("authorization", f"Bearer {server.api_key}")]

@@ -48,6 +48,7 @@ class Request:
         num_prefill_tokens: tokens the host knew when it admitted the request (prompt, and output after a preemption). Positions
             from here on are sampled on the device: the request decodes once `num_computed_tokens` has reached this.
         num_computed_tokens: tokens whose K and V are in the cache once all dispatched launches have run.
+        num_once_computed: the most of these that there were before a preemption.
         num_in_flight: tokens dispatched to be sampled whose values the host has not read yet.
         num_left: new tokens that may still be dispatched: `limit` less those read and those in flight. The scheduler's.
         row: index in the device batch while running, else -1.
@@ -84,6 +85,7 @@ class Request:
     stop_token: int | None = None
     num_prefill_tokens: int = 0
     num_computed_tokens: int = 0
+    num_once_computed: int = 0
     num_in_flight: int = 0
     num_left: int = 0
     num_preemptions: int = 0

@@ -291,6 +291,7 @@ class Scheduler:
         assert request.num_in_flight == 0
         self._leave(request)
         request.state = RequestState.PREEMPTED
+        request.num_once_computed = max(request.num_once_computed, request.num_computed_tokens)
         request.num_prefill_tokens = request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.epoch += 1

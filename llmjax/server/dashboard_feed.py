@@ -22,7 +22,7 @@ from llmjax.server.service import Service
 
 log = logging.getLogger(__name__)
 
-HISTORY = 300  # points that a new viewer gets
+HISTORY = 300  # seconds whose points a new viewer gets
 _PATIENCE = 2.0  # seconds that the engine has to answer; a step of a slow one may take longer, and then this event goes without
 
 
@@ -69,7 +69,7 @@ class DashboardFeed:
                 await news.wait()
                 news.clear()
                 assert self._latest is not None
-                past = b"" if greeted else b"event: history\ndata: " + _json(list(self._history)) + b"\n\n"
+                past = b"" if greeted else b"event: history\ndata: " + _json(self._past()) + b"\n\n"
                 greeted = True
                 yield past + self._latest
                 if self._over:
@@ -79,6 +79,11 @@ class DashboardFeed:
             if not self._viewers and self._task is not None:
                 self._task.cancel()
                 self._task = None
+
+    def _past(self) -> list[list[float | None]]:
+        """The points of the last `HISTORY` seconds."""
+        since = time.time() - HISTORY
+        return [point for point in self._history if point[0] is not None and point[0] > since]
 
     async def _run(self) -> None:
         while True:
@@ -125,7 +130,7 @@ class DashboardFeed:
 
 
 def _shown(snapshot: dict[str, Any]) -> dict[str, Any]:
-    hidden = ("times", "sizes", "taken")
+    hidden = ("times", "sizes", "taken", "started")
     sizes = {name: bars(counts) for name, counts in snapshot["sizes"].items()}
     return {name: value for name, value in snapshot.items() if name not in hidden} | {"sizes": sizes}
 

@@ -33,7 +33,7 @@ class Window:
             over the last minute).
         """
         kept = self._snapshots
-        if kept and now["launches"] < kept[-1]["launches"]:
+        if kept and now["started"] != kept[-1]["started"]:
             kept.clear()  # another engine: the one before was restarted
         kept.append(now)
         while now["taken"] - kept[0]["taken"] > PERCENTILE_SECONDS:

@@ -59,7 +59,7 @@ def _refusal(headers: Headers, limit: int) -> HttpError | None:
     if headers.get("content-encoding", "identity").lower() != "identity":
         return HttpError(415, "compressed bodies are not supported: send the JSON as it is", code="unsupported_encoding")
     length = headers.get("content-length", "0")
-    return _too_large(limit) if len(length) > 18 or (length.isdigit() and int(length) > limit) else None
+    return _too_large(limit) if len(length) > 18 or (length.isdecimal() and int(length) > limit) else None
 
 
 def _too_large(limit: int) -> HttpError:

@@ -12,6 +12,8 @@ from llmjax.server.http_errors import status_of
 
 KEPT = 20
 _QUOTED = re.compile(r"(?<!\w)(?:'(?:[^'\\]|\\.)*(?:'|$)|\"(?:[^\"\\]|\\.)*(?:\"|$))")  # a cut one ends with the message
+_PATH = re.compile(r"(?<!\S)/.*")
+_EXPLAINED = re.compile(r"^([^:]*: [^:]*: ).*")  # "regex: it cannot be compiled: what the library says"
 _LONGEST = 300
 
 
@@ -35,5 +37,8 @@ class RecentErrors:
 
 
 def without_quotes(message: str) -> str:
-    """The first line of a message, without what it quotes: that may be a piece of somebody's prompt."""
-    return _QUOTED.sub("'…'", message.partition("\n")[0])[:_LONGEST]
+    """The first line of a message, without what it quotes, paths, and what follows a second colon, which a library says: any of
+    these may be a piece of what somebody sent.
+    """
+    line = _QUOTED.sub("'…'", message.partition("\n")[0])
+    return _EXPLAINED.sub(r"\1…", _PATH.sub("…", line))[:_LONGEST]

@@ -7,10 +7,12 @@ One object a line, one line a choice that ended with an answer:
 
 `time` is the Unix time of arrival, `sampling` what differs from the defaults, `timings` seconds. Conversations are kept as they
 came; other prompts as token ids. With redaction every text of a line is searched, and ids, which would tell what was taken out,
-are left out: prompts are texts then. A secret that begins in the prompt and ends in the output is not found.
+are left out: prompts are texts then. A secret that begins in the prompt and ends in the output is not found. Salts are never
+written.
 
-A thread of its own writes. Nothing waits for it: what it cannot keep up with, or cannot write, is dropped and counted. A line is
-in the file whole or not at all, also after the disk was full or the process was killed. Knows no HTTP.
+A thread of its own writes, and patterns run in a process of their own. Nothing waits for them: what they cannot keep up with, or
+cannot write, is dropped and counted. A line is in the file whole or not at all, also after the disk was full or the process was
+killed. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -39,13 +41,14 @@ from llmjax.engine.outputs import CompletionOutput, RequestOutput
 from llmjax.errors import ConfigError
 from llmjax.sampling_params import SamplingParams
 from llmjax.server.protocol import ApiRequest
+from llmjax.server.redaction import Redactor
 from llmjax.telemetry.timings import SEGMENTS, Timings
 
 log = logging.getLogger(__name__)
 
 _WAITING_TOKENS = 2**20  # of prompts and outputs not yet written
 _MOST_PROCESSES = 256
-REDACTED = "[redacted]"
+_NEVER_WRITTEN = ("cache_salt",)  # who knows it can find by timing what others have asked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,7 @@ class TrafficConfig:
 
     Attributes:
         path: of the file. A process that finds it in use by another takes a file of its own, the first free one of
-            traffic.1.jsonl, traffic.2.jsonl, ...
+            traffic.1.jsonl, traffic.2.jsonl, ...; of a path without a suffix traffic-1, traffic-2, ...
         sample: share of the requests, above 0 and at most 1. Which ones depends on their ids alone.
         max_bytes: of one file; then it is renamed to path.1, path.1 to path.2, and so on.
         keep: renamed files that stay.
@@ -99,7 +102,7 @@ class TrafficLog(Collector):
         self.dropped = 0
         self._config = config
         self._decode = decode
-        self._patterns = [re.compile(pattern) for pattern in config.redact]
+        self._redact = Redactor(config.redact) if config.redact else None
         self._file = _File(Path(config.path), config.max_bytes, config.keep)
         self._changed = threading.Condition()
         self._waiting: collections.deque[tuple[int, list[Callable[[], dict[str, Any]]]]] = collections.deque()
@@ -116,13 +119,13 @@ class TrafficLog(Collector):
         """
         if not self._samples(response_id):
             return
-        now = time.time()
+        zero = time.time() - time.monotonic_ns() * 1e-9  # of the monotonic clock's zero
         size = sum(
             len(output.prompt_token_ids) * len(output.outputs) + sum(len(choice.token_ids) for choice in output.outputs)
             for output in outputs
         )
         lines: list[Callable[[], dict[str, Any]]] = [
-            functools.partial(self._line, request, output, choice, response_id=response_id, model=model, now=now)
+            functools.partial(self._line, request, output, choice, response_id=response_id, model=model, zero=zero)
             for output in outputs
             for choice in output.outputs
         ]
@@ -155,11 +158,11 @@ class TrafficLog(Collector):
     # -- a line
 
     def _line(
-        self, request: ApiRequest, output: RequestOutput, choice: CompletionOutput, *, response_id: str, model: str, now: float
+        self, request: ApiRequest, output: RequestOutput, choice: CompletionOutput, *, response_id: str, model: str, zero: float
     ) -> dict[str, Any]:
         timings = output.timings
         line: dict[str, Any] = {
-            "time": round(now - (0.0 if timings is None else timings.total_ns * 1e-9), 6),
+            "time": round(time.time() if timings is None else zero + timings.arrival_ns * 1e-9, 6),
             "id": response_id,
             "endpoint": request.endpoint,
             "model": model,
@@ -168,13 +171,13 @@ class TrafficLog(Collector):
         if request.endpoint == "chat":
             line["messages"] = request.messages
             if request.template_options:
-                line["template_options"] = request.template_options
-        elif self._patterns:
+                line["template_options"] = dict(request.template_options)
+        elif self._redact is not None:
             line["prompt"] = self._decode(output.prompt_token_ids) if output.prompt is None else output.prompt
         else:
             line["prompt_ids"] = output.prompt_token_ids
         line["output"] = choice.text
-        if not self._patterns:
+        if self._redact is None:
             line["output_ids"] = choice.token_ids
         line |= {
             "output_tokens": len(choice.token_ids),
@@ -182,18 +185,7 @@ class TrafficLog(Collector):
             "sampling": _sampling(request.params),
             "timings": None if timings is None else _timings(timings),
         }
-        return {name: self._redacted(value) for name, value in line.items()} if self._patterns else line
-
-    def _redacted(self, value: Any) -> Any:
-        """The same with every text searched; the nesting is that of JSON bodies, which the parser has bounded."""
-        if isinstance(value, str):
-            for pattern in self._patterns:
-                value = pattern.sub(REDACTED, value)
-        elif isinstance(value, dict):
-            return {self._redacted(name): self._redacted(item) for name, item in value.items()}
-        elif isinstance(value, list | tuple):
-            return [self._redacted(item) for item in value]
-        return value
+        return line
 
     # -- the thread
 
@@ -209,10 +201,13 @@ class TrafficLog(Collector):
             for line in lines:
                 self._write(line)
         self._file.close()
+        if self._redact is not None:
+            self._redact.close()
 
     def _write(self, line: Callable[[], dict[str, Any]]) -> None:
         try:
-            self._file.write(json.dumps(line(), separators=(",", ":"), default=str).encode() + b"\n")
+            data = json.dumps(line(), separators=(",", ":")).encode()
+            self._file.write((data if self._redact is None else self._redact(data)) + b"\n")
         except Exception as error:  # whatever it is, the server goes on, and so does the log
             self.dropped += 1
             if not self._failing:
@@ -262,26 +257,33 @@ class _File:
             self._descriptor = -1
 
     def _rotate(self) -> None:
-        self.close()
         names = [self.path, *(Path(f"{self.path}.{number}") for number in range(1, self._keep + 1))]
         names[-1].unlink(missing_ok=True)
         for new, old in zip(names[:0:-1], names[-2::-1], strict=True):
             if old.exists():
                 old.replace(new)
-        self.path, self._descriptor, self._size = _claim(self.path, self._wanted)
+        full, self._descriptor = self._descriptor, -1
+        try:
+            self.path, self._descriptor, self._size = _claim(self.path, self._wanted)
+        finally:
+            os.close(full)  # and with it the lock: not before the name is somebody's again
 
 
 def _claim(before: Path, wanted: Path) -> tuple[Path, int, int]:
     """The file that one had before, or the first of a name that nobody else writes: path, a descriptor that appends, size."""
-    numbered = (wanted.with_name(f"{wanted.stem}.{number}{wanted.suffix}") for number in range(1, _MOST_PROCESSES))
+    plain = not wanted.suffix or wanted.suffix[1:].isdecimal()  # name.1 would be that of a full file
+    before_number, after_number = (f"{wanted.name}-", "") if plain else (f"{wanted.stem}.", wanted.suffix)
+    numbered = (wanted.with_name(f"{before_number}{number}{after_number}") for number in range(1, _MOST_PROCESSES))
     for candidate in (before, wanted, *numbered):
         descriptor = os.open(candidate, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError(errno.EINVAL, "it is not a plain file")
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(descriptor), os.stat(candidate)):
+                raise BlockingIOError  # renamed by its owner between the two
             return candidate, descriptor, _whole_lines(descriptor)
-        except BlockingIOError:
+        except (BlockingIOError, FileNotFoundError):
             os.close(descriptor)
         except BaseException:
             os.close(descriptor)
@@ -306,8 +308,17 @@ def _whole_lines(descriptor: int) -> int:
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
-    fields = dataclasses.fields(params)
-    return {field.name: value for field in fields if (value := getattr(params, field.name)) != field.default and value != ()}
+    found = {name: value for name, value in _not_default(params).items() if value != () and name not in _NEVER_WRITTEN}
+    if params.structured is not None:
+        found["structured"] = form = _not_default(params.structured)
+        if params.structured.json_schema is not None:
+            form["json_schema"] = json.loads(params.structured.schema_text)  # its texts as they are, without JSON's escapes
+    return found
+
+
+def _not_default(settings: Any) -> dict[str, Any]:
+    fields = [field for field in dataclasses.fields(settings) if field.compare]
+    return {field.name: value for field in fields if (value := getattr(settings, field.name)) != field.default}
 
 
 def _timings(timings: Timings) -> dict[str, Any]:

@@ -227,7 +227,7 @@ def _state(now: EngineReading, names: Sequence[str], values: Sequence[str]) -> I
             family.add_metric([*values, *extra], value)
         return family
 
-    fresh = sum(now.waiting.values()) - now.preempted
+    fresh = max(0, sum(now.waiting.values()) - now.preempted)
     own = max(0, now.held - now.shared)
     empty = max(0, now.pages - now.held - now.cached)  # the numbers are not of one step
     pages = {"own": own, "shared": now.shared, "cached": now.cached, "empty": empty}

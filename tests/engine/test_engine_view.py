@@ -165,3 +165,15 @@ def test_an_engine_of_another_process_shows_the_same(engine: Engine) -> None:
     now = read_engine(engine)
     found = asyncio.run(main())
     assert (found["launches"], found["output_tokens"], found["pages"]) == (now.launches, now.output_tokens, now.pages)
+
+
+def test_what_a_preempted_prompt_had_not_computed_is_no_repetition() -> None:
+    options: dict[str, Any] = {"max_sequences": 2, "row_buckets": (2,), "prefix_cache": False, "prefill_chunk": 2}
+    engine = Scripted(None, kv_cache_bytes=9 * 16 * 2 * 2 * 4, decode_steps=1, **options).engine
+    engine.add_request([1] * 15, params(60))
+    engine.step()
+    engine.add_request([2] * 90, params(2))
+    finish(engine)
+    now = read_engine(engine)
+    assert now.preemptions >= 1
+    assert now.prompt_tokens_first_computed == 15 + 90

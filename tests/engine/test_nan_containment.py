@@ -86,6 +86,7 @@ def test_a_broken_prompt_ends_alone(place: int, engine: Engine) -> None:
     prompts = [ids(length) for length in (1, 16, 37)]
     alone = [run(engine, prompt).outputs[0] for prompt in prompts]
     engine.scheduler.forget_prefixes()
+    corrupted = engine.stats.corrupted
     bad = ids(40)
     bad[place] = BROKEN
     names = [engine.add_request(prompt, GREEDY) for prompt in prompts[:2]]
@@ -95,6 +96,7 @@ def test_a_broken_prompt_ends_alone(place: int, engine: Engine) -> None:
     (choice,) = done[name].outputs
     assert (choice.finish_reason, choice.token_ids) == ("error", [])
     assert "NaN" in (choice.error or "")
+    assert engine.stats.corrupted == corrupted + 1
     for neighbour, want in zip(names, alone, strict=True):
         (got,) = done[neighbour].outputs
         assert got.token_ids == want.token_ids

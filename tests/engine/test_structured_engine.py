@@ -373,12 +373,14 @@ def test_an_output_that_meets_a_limit_of_the_library_ends_alone(monkeypatch: pyt
     monkeypatch.setattr(grammar, "_limits", lambda: llguidance.LLParserLimits(max_lexer_states=40, verbose_errors=False))
     form = StructuredOutput(regex="(.{1,301}){1,30}")
     engine = scripted().engine
+    corrupted = engine.stats.corrupted
     bad = engine.add_request([1], SamplingParams(structured=form, max_tokens=None))
     good = engine.add_request([1], SamplingParams(structured=StructuredOutput(choice=["good one"]), max_tokens=None))
     plain = engine.add_request([1], SamplingParams(max_tokens=50, temperature=0))
     done = finish(engine)
     assert done[bad].outputs[0].finish_reason == "error"
     assert "could not be kept to its form" in str(done[bad].outputs[0].error)
+    assert engine.stats.corrupted == corrupted, "that is no NaN"
     assert done[good].outputs[0].text == "good one"
     assert done[plain].outputs[0].token_ids == ask(engine, SamplingParams(max_tokens=50, temperature=0))[0].token_ids
 

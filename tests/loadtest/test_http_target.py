@@ -185,6 +185,17 @@ def test_a_client_that_has_enough_leaves() -> None:
         (HEAD + chunk(text("a", tokens=1)) + chunk(event({"error": {"message": "boom"}})) + chunk(DONE) + LAST, "error: boom"),
         (HEAD + chunk(text("a", tokens=1)) + chunk(DONE) + LAST, "incomplete: the stream ended without a finish reason"),
         (HEAD + chunk(b"data: {nonsense\n\n") + LAST, "invalid: an event is no JSON object"),
+        *(
+            (HEAD + chunk(event(wrong)) + LAST, "invalid: an event is no completion")
+            for wrong in (
+                {"choices": [None]},
+                {"choices": 5},
+                {"choices": [{"delta": "x"}]},
+                {"choices": [{"finish_reason": ["x"]}]},
+                {"choices": [{"text": "a"}], "usage": [1]},
+                {"choices": [], "usage": {"completion_tokens": "3"}},
+            )
+        ),
         (HEAD + chunk(text("a", tokens=1)), "connection: the connection was lost"),
         (HEAD + chunk(text("a", tokens=1)) + b"zz\r\n", "connection: this is no HTTP"),
         (b"", "connection: the connection was lost"),
@@ -240,9 +251,18 @@ def test_a_server_that_is_gone_is_one_line() -> None:
     (record,) = drive(target, ask(), arrivals.closed_loop(1)).records
     target.close()
     assert record.error.startswith("connection: ")
-    for wrong in ("localhost:8000", "ftp://x", "http://", "http://x:port"):
+    for wrong in ("localhost:8000", "ftp://x", "http://", "http://x:port", "http://a..b"):
         with pytest.raises(ConfigError, match="is no URL"):
             find_model(ServerAddress(wrong))
+    for key in ("secret\n", "schlüssel–secret"):
+        with pytest.raises(ConfigError, match="the API key has") as caught:
+            find_model(ServerAddress(url, api_key=key))
+        assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match="user or password") as caught:
+        find_model(ServerAddress("http://me:secret@localhost:1"))
+    assert "secret" not in str(caught.value)
+    with pytest.raises(LlmjaxError, match="does not answer"):
+        find_model(ServerAddress(f"{url}/ü"))
 
 
 def test_an_interrupt_leaves_no_connection_behind() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,11 +207,11 @@ def test_the_page_needs_nothing_from_anywhere_else(served: Served) -> None:
 
 
 def snapshot(
-    taken: float, output: int, *, launches: int = 1, between: Histogram | None = None, cached: int = 0
+    taken: float, output: int, *, started: float = 0, between: Histogram | None = None, cached: int = 0
 ) -> dict[str, Any]:
     between = between or Histogram(SECONDS)
     return {
-        "taken": taken, "launches": launches, "output_tokens": output, "prompt_tokens_computed": 2 * output,
+        "taken": taken, "started": started, "output_tokens": output, "prompt_tokens_computed": 2 * output,
         "prompt_tokens_cached": cached, "prompt_tokens_queried": 2 * cached,
         "times": {"first": [0] * len(between.counts), "between": list(between.counts)},
     }  # fmt: skip
@@ -235,12 +236,18 @@ def test_rates_are_of_the_last_seconds_and_percentiles_of_the_last_minute() -> N
     assert 0.089 < found["between"]["p50"] < 0.101, "what was before the last minute is forgotten"
 
 
+def test_points_of_long_ago_are_no_history(served: Served) -> None:
+    feed, now = DashboardFeed(served.app.state.service), time.time()
+    feed._history.extend([[now - 400, 1.0], [now - 10, 2.0]])
+    assert [point[1] for point in feed._past()] == [2.0]
+
+
 def test_an_engine_that_was_restarted_begins_anew() -> None:
     window = Window()
-    window.add(snapshot(0, 1000, launches=500))
-    window.add(snapshot(1, 1100, launches=550))
-    assert window.add(snapshot(9, 10, launches=3))["output_rate"] is None
-    assert window.add(snapshot(10, 30, launches=5))["output_rate"] == 20
+    window.add(snapshot(0, 1000))
+    window.add(snapshot(1, 1100))
+    assert window.add(snapshot(9, 5000, started=5))["output_rate"] is None
+    assert window.add(snapshot(10, 5020, started=5))["output_rate"] == 20
 
 
 def test_bars_leave_out_the_empty_ends() -> None:
@@ -264,3 +271,5 @@ def test_errors_are_the_last_ones_and_quote_nobody() -> None:
     assert without_quotes("the model's field 'my ''secret' is \"se\\\"cret\", got 'cut off\nsecret") == (
         "the model's field '…''…' is '…', got '…'"
     )
+    assert without_quotes("there is nothing at /v1/my secret/x") == "there is nothing at …"
+    assert without_quotes("regex: it cannot be compiled: unclosed group: secret(") == "regex: it cannot be compiled: …"

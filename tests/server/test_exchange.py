@@ -18,7 +18,7 @@ class Sender:
     def __init__(self, *pieces: bytes, ends: bool = True, headers: dict[str, str] | None = None) -> None:
         self.left = list(pieces)
         self._ends = ends
-        raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in (headers or {}).items()]
         self.scope = {"type": "http", "headers": raw}
 
     async def receive(self) -> dict[str, Any]:
@@ -48,6 +48,10 @@ def test_too_large_a_body_is_read_to_its_end_and_refused(headers: dict[str, str]
     sender = Sender(*pieces, headers=headers)
     assert refused(sender, 4).status == 413
     assert sender.left == []
+
+
+def test_a_length_that_is_no_number_is_not_looked_at() -> None:
+    assert Sender(b"ab", headers={"content-length": "²"}).read(2) == b"ab"
 
 
 def test_a_client_that_waits_to_be_told_is_refused_at_once() -> None:

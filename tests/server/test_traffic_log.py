@@ -23,9 +23,10 @@ from llmjax.engine.outputs import CompletionOutput, RequestOutput
 from llmjax.errors import ConfigError
 from llmjax.loadtest.workload import read_traffic
 from llmjax.pipeline.stages.serve import ServeSection, traffic_config
-from llmjax.server import traffic_log
+from llmjax.server import redaction, traffic_log
 from llmjax.server.protocol import parse_request
 from llmjax.server.traffic_log import TrafficConfig, TrafficLog
+from llmjax.telemetry.timings import Timings
 
 CHAT = {"messages": [{"role": "user", "content": "call 555-1234"}], "max_tokens": 6, "n": 2, "stop": ["555-9999"]}
 
@@ -95,6 +96,54 @@ def test_nothing_of_what_is_redacted_is_left_in_any_form(tmp_path: Path) -> None
     assert found[2]["prompt"] == "[redacted] [redacted]"
     assert found[2]["output"].startswith("[redacted] [redacted]")
     assert not [key for line in found for key in line if key.endswith("ids")]
+
+
+def test_forms_of_outputs_are_redacted_and_salts_never_written(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    schema = {"type": "object", "properties": {"a\n555-1234": {"const": "555-1234"}}}
+    log = opened(path, redact=(r"\b\d{3}-\d{4}\b",))
+    for form in ({"guided_choice": ["555-1234", "no"]}, {"guided_json": schema}):
+        request = parse_request("completions", {"prompt": "prompt", "cache_salt": "my salt", **form})
+        log.record(request, [answer()], response_id="id", model="m")
+    log.close()
+    one, two = lines(path)
+    assert one["sampling"]["structured"] == {"choice": ["[redacted]", "no"]}
+    assert two["sampling"]["structured"]["json_schema"]["properties"] == {"a\n[redacted]": {"const": "[redacted]"}}
+    assert "salt" not in path.read_text()
+
+
+def test_a_pattern_that_takes_for_ever_costs_its_own_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(redaction, "SECONDS", 0.3)
+    log = opened(tmp_path / "t", redact=("(a+)+b",))
+    record(log, "slow", "a" * 200)
+    record(log, "next", "aab")
+    log.close(60)
+    assert [(line["id"], line["output"]) for line in lines(tmp_path / "t")] == [("next", "[redacted]")]
+    assert (log.written, log.dropped) == (1, 1)
+    assert "could not be redacted" in caplog.text
+
+
+def test_a_line_tells_when_its_request_came(tmp_path: Path) -> None:
+    one = answer()
+    hour = 3600 * 10**9
+    one.timings = Timings(arrival_ns=time.monotonic_ns() - hour, ingress_ns=0, queue_ns=0, batch_ns=0, compute_ns=1, egress_ns=0)
+    log = opened(tmp_path / "t")
+    log.record(parse_request("completions", {"prompt": "p"}), [one], response_id="id", model="m")
+    log.close()
+    assert abs(lines(tmp_path / "t")[0]["time"] - (time.time() - 3600)) < 60
+
+
+def test_a_path_without_a_suffix_leaves_the_names_of_full_files_alone(tmp_path: Path) -> None:
+    first, second = (opened(tmp_path / "traffic", max_bytes=400, keep=1) for _ in range(2))
+    for number in range(5):
+        record(first, f"first-{number}")
+    record(second, "second")
+    first.close()
+    second.close()
+    assert sorted(os.listdir(tmp_path)) == ["traffic", "traffic-1", "traffic.1"]
+    assert [line["id"] for line in lines(tmp_path / "traffic-1")] == ["second"]
 
 
 def test_which_requests_are_kept_depends_on_their_ids_alone(tmp_path: Path) -> None:

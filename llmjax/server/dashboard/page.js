@@ -7,15 +7,23 @@ const $ = (id) => document.getElementById(id);
 const AT = { output: 1, prompt: 2, first: 3, between: 6, running: 9, waiting: 10, held: 11, cached: 12 }; // places in a point
 let points = [];
 let latest = null;
+let leave = () => {}; // ends the loop that is connecting: there is one at most
 
 // -- connecting
 
 async function connect() {
+  leave();
+  let left = false;
   for (let wait = 1; ; wait = Math.min(wait * 2, 8)) {
     const abort = new AbortController();
+    leave = () => { left = true; abort.abort(); };
     let timer = setTimeout(() => abort.abort(), SILENCE);
     try {
       const key = sessionStorage.getItem("llmjax-key");
+      if (key && !/^[\x21-\x7e]+$/.test(key)) { // no header can hold it
+        askForKey(true);
+        return;
+      }
       const headers = key ? { authorization: `Bearer ${key}` } : {};
       const response = await fetch("dashboard/events", { headers, signal: abort.signal, cache: "no-store" });
       if (response.status === 401) {
@@ -37,10 +45,12 @@ async function connect() {
     } finally {
       clearTimeout(timer);
     }
-    for (let left = wait; left > 0; left--) {
-      tell("lost", `no connection, trying again in ${left} s`);
+    for (let seconds = wait; seconds > 0; seconds--) {
+      if (left) return;
+      tell("lost", `no connection, trying again in ${seconds} s`);
       await new Promise((done) => setTimeout(done, 1000));
     }
+    if (left) return;
     tell("lost", "no connection, trying again");
   }
 }
