@@ -99,6 +99,11 @@ class AsyncEngine(EngineClient):
         return self._capacity
 
     @property
+    def model_name(self) -> str:
+        """Label of its metrics."""
+        return self._labels["model_name"]
+
+    @property
     def watchdog(self) -> float:
         """Seconds that one step may take."""
         return self._watchdog_seconds

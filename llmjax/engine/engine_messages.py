@@ -35,12 +35,14 @@ class Hello:
 
     Attributes:
         name: the model's own.
+        model_name: label of the engine's metrics.
         max_context, capacity: see `EngineClient`.
         watchdog: seconds that a step may take, and the engine's process may be silent.
         tokenizer: a pickle.
     """
 
     name: str
+    model_name: str
     max_context: int
     capacity: int
     watchdog: float

@@ -30,6 +30,8 @@ from llmjax.telemetry.metric_sums import Series, SummedSeries, sum_series
 log = logging.getLogger(__name__)
 
 HEALTH_EVERY = 0.1  # seconds between two looks at the engine's health
+_CLOSING = 1.0  # seconds for the last of what was said to a client, once nobody waits for it any more
+_JOINING = 0.5  # seconds in which a client that has just come tells what it has counted
 HEARTBEAT = 1.0  # seconds after which a client hears something in any case
 
 
@@ -43,8 +45,9 @@ class EngineSocket:
 
     def __init__(self, engine: AsyncEngine, name: str) -> None:
         self._engine = engine
+        tokenizer = pickle.dumps(engine.tokenizer, protocol=5)
         self._hello = frame(
-            Hello(name, engine.max_context, engine.capacity, engine.watchdog, pickle.dumps(engine.tokenizer, protocol=5))
+            Hello(name, engine.model_name, engine.max_context, engine.capacity, engine.watchdog, tokenizer=tokenizer)
         )
         self._clients: dict[_Client, asyncio.Task[None]] = {}
         self._retired: Series = []  # counted by clients that are gone
@@ -122,6 +125,10 @@ class EngineSocket:
 
     async def metrics(self) -> bytes:
         """The engine's series, and the sum of those of all clients."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_JOINING):
+                while not self.ready:
+                    await asyncio.sleep(0.005)
         total = CollectorRegistry()
         total.register(SummedSeries(sum_series([self._retired, *(client.series for client in self._clients)])))
         return await self._engine.metrics([total])
@@ -166,8 +173,10 @@ class _Client:
             for stream in self._streams.values():
                 stream.close()
             self._writer.close()
-            with contextlib.suppress(OSError):
-                await self._writer.wait_closed()
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(_CLOSING):
+                    await self._writer.wait_closed()
+            self._writer.transport.abort()  # of a client that does not read
 
     def finish(self) -> None:
         """Send what is left, then close."""

@@ -7,6 +7,7 @@ Everything happens on one event loop. Outlives its engine: when the socket close
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import pickle
@@ -35,15 +36,17 @@ class RemoteEngine(EngineClient):
 
     Args:
         on_hello: called when an engine has told what it is, before it hears that this client is ready.
+        alone: whether no other clients of the engine count series.
 
     Attributes:
         registries: this client's own series; told to the engine from time to time, so that another client's `metrics` has them.
     """
 
-    def __init__(self, on_hello: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_hello: Callable[[], None] = lambda: None, *, alone: bool = False) -> None:
         self._on_hello = on_hello
+        self._alone = alone
         self.registries: Sequence[CollectorRegistry] = ()
-        self._expected = Health("starting", "the engine is starting")
+        self._expected: Health | None = Health("starting", "the engine is starting")  # None: nothing but what the engine says
         self._hello: Hello | None = None
         self._tokenizer: Tokenizer | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -68,7 +71,8 @@ class RemoteEngine(EngineClient):
             self._tokenizer = pickle.loads(hello.tokenizer)
             self._said, self._heard = Health("ready"), time.monotonic()
             self._on_hello()
-            self._writer = writer
+            self._writer, self._expected = writer, None
+            self._send("series", read_series(self.registries))  # first, so that sums over all clients never lack them
             self._send("ready")
             tasks = [asyncio.create_task(self._tell_series()), asyncio.create_task(self._watch(self._hello.watchdog))]
             while True:
@@ -81,7 +85,8 @@ class RemoteEngine(EngineClient):
             self._writer = None
             writer.close()
             ended = "the engine's process has ended"
-            self._expected = self._said if self._said.state == "draining" else Health("starting", ended)
+            if self._expected is None:  # else it has been told already what becomes of it
+                self._expected = self._said if self._said.state == "draining" else Health("starting", ended)
             self._end_all(ended)
 
     @property
@@ -109,11 +114,11 @@ class RemoteEngine(EngineClient):
         for number, packed in news.failures:
             if (stream := streams.get(number)) is not None:
                 stream.fail(unpack_error(packed))
-        for number, answer in news.answers:
-            if not (future := self._questions.pop(number)).done():
+        for number, answer in news.answers:  # to a question that was given up in a silence as well
+            if (future := self._questions.pop(number, None)) is not None and not future.done():
                 future.set_result(answer)
         for number, packed in news.refusals:
-            if not (future := self._questions.pop(number)).done():
+            if (future := self._questions.pop(number, None)) is not None and not future.done():
                 future.set_exception(unpack_error(packed))
 
     def _end_all(self, why: str) -> None:
@@ -129,14 +134,16 @@ class RemoteEngine(EngineClient):
         while True:
             await asyncio.sleep(min(1.0, silence / 4))
             if self._is_silent():
+                for number, stream in self._streams.items():
+                    if not stream.ends:
+                        self._send("close", number)  # nobody reads on when it is heard of again
                 self._end_all(self.health.reason)
 
     async def _tell_series(self) -> None:
         told: Series = []
         while True:
             await asyncio.sleep(_SERIES_EVERY)
-            series = read_series(self.registries)
-            if series != told:
+            if (series := read_series(self.registries)) != told:
                 told = series
                 self._send("series", series)
 
@@ -146,7 +153,7 @@ class RemoteEngine(EngineClient):
     def health(self) -> Health:
         """See `EngineClient`."""
         if self._writer is None:
-            return self._expected
+            return self._expected or self._said
         if self._is_silent():
             return Health("stuck", f"the engine's process has said nothing for {self._told.watchdog:g} s")
         # One that has died may be started again: only whoever runs its process can say that it is gone.
@@ -193,14 +200,20 @@ class RemoteEngine(EngineClient):
         return int(await self._question("abort", group))
 
     async def metrics(self, own: Sequence[CollectorRegistry]) -> bytes:
-        """See `EngineClient`. Without an engine there are only this client's own."""
-        if self._writer is not None:
-            answer = await self._question("metrics", read_series(own))
-            assert isinstance(answer, bytes)
-            return answer
-        none = CollectorRegistry()
-        Gauge("llmjax:engine_ready", "1 while requests are taken.", registry=none)
-        return b"".join(map(generate_latest, (*own, none)))
+        """See `EngineClient`. Without an answer of the engine `own` is left out where it may be a part of a sum only.
+
+        A series that is missing for a while is no reset of a counter; one that is smaller would be.
+        """
+        if self._writer is not None and not self._is_silent():
+            with contextlib.suppress(EngineError):  # it fell silent, or ended
+                answer = await self._question("metrics", read_series(own))
+                assert isinstance(answer, bytes)
+                return answer
+        state = CollectorRegistry()
+        name = "" if self._hello is None else self._hello.model_name
+        Gauge("llmjax:engine_ready", "1 while requests are taken.", ["model_name"], registry=state).labels(name)
+        whole = own if self._alone and self._writer is None else ()
+        return b"".join(map(generate_latest, (*whole, state)))
 
     async def snapshot(self) -> dict[str, Any]:
         """See `EngineClient`."""
@@ -211,16 +224,19 @@ class RemoteEngine(EngineClient):
             raise UnavailableError(f"{self.health.reason}: try again later, or elsewhere")
         number = next(self._next)
         future = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._send(what, number, argument)
-        return await future
+        try:
+            self._send(what, number, argument)
+            return await future
+        finally:
+            self._questions.pop(number, None)
 
     async def _submit(self, text: str | None, ids: Sequence[int], params: SamplingParams, ask: Ask) -> RequestStream:
         self._check_open()  # it may have gone while the prompt was tokenised
         number, ids = next(self._next), list(ids)
         stream = RequestStream(ask.request_id or f"remote-{number}", text, ids, params, ask, self._close)
         self._streams[number], self._numbers[stream] = stream, number
-        self._send("submit", number, stream.request_id, ask.group, ids, params, ask.arrival_ns)
         try:
+            self._send("submit", number, stream.request_id, ask.group, ids, params, ask.arrival_ns)
             await stream.accepted
         except BaseException:
             stream.close()

@@ -1,6 +1,7 @@
 """A pipeline whose last stage is `serve`, as processes: one runs the pipeline and has the engine, others speak HTTP.
 
-What can be known before the model is loaded is checked here: the keys, the settings, and whether the port is free.
+What can be known before the model is loaded is checked here: the keys, the settings, whether the port is free and whether the
+traffic log can be written.
 """
 
 from __future__ import annotations
@@ -28,22 +29,25 @@ def run_service(pipeline: Pipeline, stage: Stage, *, engine_module: str, engine_
         engine_job: its job; gets the server's address as "url".
 
     Raises:
-        ConfigError: the keys or the settings are wrong.
+        ConfigError: the keys or the settings are wrong, or the traffic log cannot be written.
         LlmjaxError: the port is taken, or a process was killed.
     """
     from llmjax.server.config import ServerConfig, WorkerJob
     from llmjax.server.listener import listen, url_of
     from llmjax.server.supervisor import Program, Supervisor
+    from llmjax.server.traffic_log import TrafficLog
 
     section = stage.config
     assert isinstance(section, ServeSection)
     options = server_options(section, read_keys(section))
-    ServerConfig(**options | {"served_names": options["served_names"] or (stage.name,)})  # wrong settings are told now
+    config = ServerConfig(**options | {"served_names": options["served_names"] or (stage.name,)})  # wrong settings are told now
     with listen(section.host, section.port) as listener:
+        if config.traffic is not None:
+            TrafficLog(config.traffic, lambda ids: "").close()  # and so is a file that cannot be written
         return Supervisor(
             listener,
             engine=Program(engine_module, engine_job | {"url": url_of(listener)}),
-            worker=Program("llmjax.server.worker", WorkerJob(options, pipeline.runtime.log)),
+            worker=Program("llmjax.server.worker", WorkerJob(options, pipeline.runtime.log, section.http_workers == 1)),
             workers=section.http_workers,
             restart=section.restart,
         ).run()

@@ -63,7 +63,9 @@ class WorkerJob:
     Attributes:
         options: fields of `ServerConfig`; without `served_names` the model's own name is taken.
         log: form of the log.
+        alone: whether there is no other worker.
     """
 
     options: Mapping[str, Any]
     log: Literal["text", "json"] = "text"
+    alone: bool = True

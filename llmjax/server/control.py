@@ -6,7 +6,9 @@ pickles, between processes that trust each other.
 
 from __future__ import annotations
 
+import array
 import contextlib
+import logging
 import os
 import pickle
 import signal
@@ -14,7 +16,9 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-_LONGEST = 2**18  # bytes of a message
+log = logging.getLogger(__name__)
+
+_LONGEST = 2**15  # bytes of a message that goes through the socket itself; a longer one goes in a file without a name
 _MOST_SOCKETS = 4
 
 
@@ -43,17 +47,39 @@ class Control:
     def send(self, *message: Any, sockets: Sequence[socket.socket] = ()) -> None:
         """Send a message and copies of sockets, without waiting. Nothing happens when the other side has ended."""
         data = pickle.dumps(message)
-        with contextlib.suppress(OSError):
-            socket.send_fds(self._socket, [data], [one.fileno() for one in sockets], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        handles = [one.fileno() for one in sockets]
+        with contextlib.ExitStack() as stack:
+            if long := len(data) > _LONGEST:
+                file = stack.enter_context(open(os.memfd_create("llmjax-message"), "w+b"))
+                file.write(data)
+                file.flush()
+                handles.append(file.fileno())
+                data = b""
+            try:
+                flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+                socket.send_fds(self._socket, [bytes([long]), data], handles, flags)
+            except ConnectionError:
+                pass
+            except BlockingIOError:
+                log.error("a process does not read what it is told: %s is lost", message[0])
 
     def receive(self) -> tuple[tuple[Any, ...], list[socket.socket]] | None:
         """The next message with its sockets; None when the other side has ended."""
+        handles = array.array("i")
         try:
-            data, handles, _, _ = socket.recv_fds(self._socket, _LONGEST, _MOST_SOCKETS)
+            room = socket.CMSG_LEN((1 + _MOST_SOCKETS) * handles.itemsize)
+            data, others, _, _ = self._socket.recvmsg(1 + _LONGEST, room, socket.MSG_CMSG_CLOEXEC)  # socket.recv_fds drops flags
         except ConnectionError:
             return None
         if not data:
             return None
+        for _, _, packed in others:  # nothing but file descriptors is ever sent
+            handles.frombytes(packed)
+        long, data = data[0], data[1:]
+        if long:
+            with open(handles.pop(), "rb") as file:
+                file.seek(0)  # the position is the sender's, at the end
+                data = file.read()
         return pickle.loads(data), [socket.socket(fileno=handle) for handle in handles]
 
     def close(self) -> None:

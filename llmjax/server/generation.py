@@ -157,35 +157,44 @@ class Generation:
                 if pace.until is not None:
                     await _rest(streams, wake, pace.until)
                 steps = wake.take()
-                now, news = clock(), _take(running, wake)
+                now, (news, error) = clock(), _take(running, wake)
                 outputs.update(news)
+                if error is not None and not events.started:
+                    raise error  # it can still be a status
                 if data := b"".join([writer.events(index, output) for index, output in news]):
                     pace.went(now, steps - len(news) + 1)
-                elif silence.off:  # it rang
+                elif silence.off and error is None:  # it rang
                     data = KEEP_ALIVE
                 if data:
                     silence.start(now)
                     await events.send(data, now)
+                if error is not None:
+                    raise error
         finally:
             silence.close()
         await events.send(writer.end(), clock(), last=True)
 
 
-def _take(running: dict[int, RequestStream], wake: Wake) -> list[tuple[int, RequestOutput]]:
-    """What is new in any of the streams, as pairs of its number and the output; those that have finished leave `running`. Raises
-    when a stream or one of its choices failed."""
+def _take(running: dict[int, RequestStream], wake: Wake) -> tuple[list[tuple[int, RequestOutput]], Exception | None]:
+    """What is new in any of the streams, as pairs of its number and the output; those that have finished leave `running`. And why
+    a stream or one of its choices failed: to be raised when the news of the others has been handed on."""
     news: list[tuple[int, RequestOutput]] = []
+    failure: Exception | None = None
     for index, stream in list(running.items()):
-        output = stream.take()
-        if output is None:
+        try:
+            output = stream.take()
+            if output is None:
+                continue
+            _check(output)
+        except Exception as error:
+            failure = failure or error
             continue
-        _check(output)
         if output.finished:
             del running[index]
         elif stream.ends:
             wake.ring()  # the error that follows is still to be taken
         news.append((index, output))
-    return news
+    return news, failure
 
 
 async def _read_to_end(streams: Sequence[RequestStream], wake: Wake, outputs: dict[int, RequestOutput]) -> None:
@@ -193,7 +202,10 @@ async def _read_to_end(streams: Sequence[RequestStream], wake: Wake, outputs: di
     while running:
         await wake.wait()
         wake.take()
-        outputs.update(_take(running, wake))
+        news, error = _take(running, wake)
+        outputs.update(news)
+        if error is not None:
+            raise error
 
 
 async def _rest(streams: Sequence[RequestStream], wake: Wake, until: float) -> None:

@@ -7,6 +7,7 @@ end with an error event. Then connections are closed and the engine's thread end
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import signal
 import threading
@@ -19,7 +20,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmjax.engine.async_engine import AsyncEngine
 from llmjax.errors import LlmjaxError
+from llmjax.server.config import ServerConfig
 from llmjax.server.listener import BACKLOG, listen, url_of
+from llmjax.server.service import Service
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +50,10 @@ class HttpServer:
         self._drain = drain
         self._socket = listen(host, port)
         self.url = url_of(self._socket)
-        self._server = uvicorn.Server(server_config(app))
+        service = getattr(getattr(app, "state", None), "service", None)  # another app has none
+        self._service = service if isinstance(service, Service) else None
+        head_timeout = ServerConfig.send_timeout if self._service is None else self._service.config.send_timeout
+        self._server = uvicorn.Server(server_config(app, head_timeout=head_timeout))
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="llmjax-http", daemon=True)
         self._signals = 0
@@ -82,6 +88,8 @@ class HttpServer:
             asyncio.run(self._engine.drain(self._drain))
             self._server.should_exit = True
             self._thread.join(2.0 * _CLOSING)
+        if self._service is not None:
+            self._service.close()
         self._engine.stop(timeout=_CLOSING)
         self._socket.close()
 
@@ -101,8 +109,11 @@ class HttpServer:
             log.error("the server has died", exc_info=error)
 
 
-def server_config(app: Any) -> uvicorn.Config:
-    """Uvicorn's settings for an app, which starts and stops nothing itself (no lifespan)."""
+def server_config(app: Any, *, head_timeout: float) -> uvicorn.Config:
+    """Uvicorn's settings for an app, which starts and stops nothing itself (no lifespan).
+
+    `head_timeout`: seconds after which a connection whose next request's head is not complete is closed.
+    """
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     return uvicorn.Config(
         app,
@@ -112,7 +123,8 @@ def server_config(app: Any) -> uvicorn.Config:
         backlog=BACKLOG,
         timeout_graceful_shutdown=_CLOSING,
         lifespan="off",
-        http=_Protocol,
+        proxy_headers=False,
+        http=cast("type[asyncio.Protocol]", functools.partial(_Protocol, head_timeout=head_timeout)),
     )
 
 
@@ -122,11 +134,44 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 class _Protocol(H11Protocol):
-    """A connection that is closed while its client takes nothing does not stay open until it does."""
+    """A connection does not stay open for a client that takes nothing while it is closed, nor for one that asks nothing."""
+
+    def __init__(self, *args: Any, head_timeout: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._head_timeout = head_timeout
+        self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio."""
         super().connection_made(cast("asyncio.Transport", _Transport(transport, self.loop)))
+        self._time_head()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        super().data_received(data)
+        self._time_head()
+
+    def on_response_complete(self) -> None:
+        """See uvicorn."""
+        super().on_response_complete()
+        self._time_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        super().connection_lost(exc)
+        self._stop_timer()
+
+    def _time_head(self) -> None:
+        """The time for a head runs from the connection's beginning, or the answer before, until the head is complete."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_timer()
+        elif self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(self._head_timeout, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
 
 class _Transport:

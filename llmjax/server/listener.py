@@ -11,10 +11,12 @@ BACKLOG = 2048  # connections that wait to be accepted
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens there. Raises `LlmjaxError` when that is not possible."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG)
-    except OSError as error:
-        reason = error.strerror or str(error)
+        socket.getaddrinfo(host or None, port, family)  # before there is a socket to be left behind
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError, TypeError, ValueError) as error:  # not only OSError: a host may be no host name at all
+        reason = getattr(error, "strerror", None) or str(error)
         raise LlmjaxError(f"cannot listen on {host} port {port}: {reason}; choose another host or port") from None
 
 

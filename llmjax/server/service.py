@@ -40,6 +40,7 @@ class Service:
             self.traffic = TrafficLog(config.traffic, self.decode)
             self.metrics.registry.register(self.traffic)
         self._active: collections.Counter[str] = collections.Counter()  # ids of answers under way
+        self._nonce = uuid.uuid4().hex[:8]  # several apps may share an engine
         self._numbers = itertools.count()
 
     @property
@@ -99,11 +100,11 @@ class Service:
     def answering(self, response_id: str, count: int) -> Iterator[list[str]]:
         """Ids for the `count` engine requests of an answer, which is under way meanwhile.
 
-        They are unique even if two clients chose one id at the same moment.
+        They are unique even if two clients chose one id at the same moment, of one app or of two over one engine.
         """
         self._active[response_id] += 1
         try:
-            yield [f"{response_id}-{next(self._numbers)}" for _ in range(count)]
+            yield [f"{response_id}-{self._nonce}-{next(self._numbers)}" for _ in range(count)]
         finally:
             self._active[response_id] -= 1
             if not self._active[response_id]:

@@ -68,9 +68,12 @@ class Supervisor:
     def run(self) -> int:
         """Until a signal, or the engine's process ends for good. Its exit code.
 
-        Raises `LlmjaxError` when the engine's process was killed, or workers cannot be started.
+        Raises `LlmjaxError` when the engine's process was killed, or processes cannot be started.
         """
-        return asyncio.run(self._run())
+        try:
+            return asyncio.run(self._run())
+        except OSError as error:
+            raise LlmjaxError(f"the service's processes cannot be run: {error.strerror or error}") from error
 
     async def _run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -170,25 +173,42 @@ class Supervisor:
     # -- workers
 
     async def _keep_worker(self, failure: asyncio.Future[int]) -> None:
+        """One worker after the other. Why that does not go on is the `failure`."""
+        try:
+            await self._run_workers()
+        except Exception as error:
+            if not isinstance(error, LlmjaxError):
+                log.error("the HTTP workers cannot be looked after", exc_info=error)
+                error = LlmjaxError(f"the HTTP workers cannot be looked after: {type(error).__name__}: {error}")
+            if not failure.done():
+                failure.set_exception(error)
+
+    async def _run_workers(self) -> None:
         failed = 0
         while not self._closing.is_set():
-            async with _child(self._worker_program, [self._listener]) as child:
-                self._workers.add(child)
-                self._join(child)
-                try:
-                    code = await child.ended()
-                finally:
-                    self._workers.remove(child)
+            up = False
+            try:
+                code, up = await self._run_worker()
+                why = f"an HTTP worker {_ending(code)}" + ("" if up else " before it served anything")
+            except OSError as error:
+                why = f"an HTTP worker could not be started ({error.strerror or error})"
             if self._closing.is_set():
                 return
-            failed = 0 if child.up else failed + 1
-            why = f"an HTTP worker {_ending(code)}"
+            failed = 0 if up else failed + 1
             if failed == _MOST_FAILED_STARTS:
-                if not failure.done():
-                    failure.set_exception(LlmjaxError(f"{why} before it served anything, {failed} times in a row: see the log"))
-                return
+                raise LlmjaxError(f"{why}, {failed} times in a row: see the log")
             log.warning("%s; another one is started", why)
             await asyncio.sleep(0.05 * 2**failed)
+
+    async def _run_worker(self) -> tuple[int, bool]:
+        """One life of a worker: how it ended, and whether it ever served."""
+        async with _child(self._worker_program, [self._listener]) as child:
+            self._workers.add(child)
+            try:
+                self._join(child)
+                return await child.ended(), child.up
+            finally:
+                self._workers.remove(child)
 
 
 class _Child:
@@ -235,9 +255,9 @@ async def _child(program: Program, sockets: Any = ()) -> Any:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", code, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
             )
-        control.send("job", program.job, sockets=sockets)
         child = _Child(process, control)
         try:
+            control.send("job", program.job, sockets=sockets)
             yield child
         finally:
             await asyncio.shield(child.gone())
@@ -247,5 +267,8 @@ def _ending(code: int) -> str:
     """How a process ended, as the end of a sentence."""
     if code >= 0:
         return f"ended with code {code}"
-    name = signal.Signals(-code).name
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # most of the real-time ones have none
+        name = f"signal {-code}"
     return f"was killed by {name}" + (" (the system does that when memory runs out)" if code == -signal.SIGKILL else "")

@@ -25,11 +25,13 @@ from llmjax.server.control import Control, leave_signals_to_the_supervisor
 from llmjax.server.http_errors import UNAVAILABLE_RETRY_AFTER, error_response
 from llmjax.server.http_server import server_config
 from llmjax.server.middleware import PROBES
+from llmjax.server.service import Service
 from llmjax.telemetry.logs import configure_logging
 
 log = logging.getLogger(__name__)
 
 _ORPHANED = _FAILED = 1  # exit codes
+_PATIENCE = 5.0  # seconds for an engine that serves to say what it is; then the probes are answered without it
 
 
 def main(handle: int) -> None:
@@ -52,22 +54,27 @@ class _Worker:
         self._control = control
         self._job = job
         self._listener = listener
-        self._engine = RemoteEngine(self._on_hello)
+        self._engine = RemoteEngine(self._on_hello, alone=job.alone)
         self._app: ASGIApp | None = None
+        self._service: Service | None = None
         self._may_start = asyncio.Event()
         self._connecting: asyncio.Task[None] | None = None
-        self.config = server_config(self)
+        self.config = server_config(self, head_timeout=job.options.get("send_timeout", ServerConfig.send_timeout))
         self._server = _Server(self.config)
 
     async def run(self) -> None:
         """Serve until told to stop."""
         asyncio.get_running_loop().add_reader(self._control.fileno(), self._on_control)
-        await self._may_start.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE):
+                await self._may_start.wait()
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.005)
         self._control.send("up")
         await serving
+        if self._service is not None:
+            await asyncio.to_thread(self._service.close)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -104,6 +111,7 @@ class _Worker:
             options = dict(self._job.options)
             options["served_names"] = options.get("served_names") or (self._engine.name,)
             app = create_app(self._engine, ServerConfig(**options))
+            self._service = app.state.service
             self._engine.registries = [app.state.service.metrics.registry]
             self._app = app
         self._may_start.set()

@@ -22,6 +22,7 @@ from llmjax.engine.async_engine import AsyncEngine
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.engine_messages import frame, pack_error, pack_part, read_frame, unpack_error, unpack_part
 from llmjax.engine.engine_socket import EngineSocket
+from llmjax.engine.health import Health
 from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from llmjax.engine.remote_engine import RemoteEngine
 from llmjax.engine.request_stream import Part
@@ -314,7 +315,7 @@ def test_an_engine_that_goes_ends_streams_and_another_one_is_used_after_it() -> 
         assert far.health.state == "starting"
         with pytest.raises(UnavailableError):
             await far.submit("a", LONG)
-        assert b"llmjax:engine_ready 0.0" in await far.metrics([])
+        assert b'llmjax:engine_ready{model_name=""} 0.0' in await far.metrics([])
         async with serving(SteppingEngine()) as (_, clients):
             _, connection = await connect(clients, far)
             stream = await far.submit("a", LONG)
@@ -342,17 +343,69 @@ def test_an_engine_that_says_nothing_is_stuck() -> None:
         engine = AsyncEngine(fake, watchdog=1.0)  # type: ignore[arg-type]
         clients = EngineSocket(engine, "fake")
         clients.start()
-        far, _ = await connect(clients)
+        far, connection = await connect(clients)
         stream = await far.submit("a", LONG)
         free = threading.Event()
+        fake.go.clear()  # so that the stream has not ended by itself
         clients._loop.call_soon_threadsafe(free.wait, 60)
+        questions = [asyncio.create_task(far.abort_group("nobody")), asyncio.create_task(far.metrics([]))]
         await until(lambda: far.health.state == "stuck")
         with pytest.raises(EngineError, match="said nothing for 1 s"):
             async for _ in stream:
                 pass
+        stream.close()
+        with pytest.raises(EngineError, match="said nothing for 1 s"):
+            await questions[0]
+        alone = b'llmjax:engine_ready{model_name="model"} 0.0'
+        assert alone in await questions[1]
+        assert alone in await far.metrics([]), "nobody is asked"
+        fake.go.set()
         free.set()
         await until(lambda: far.health.ready and engine.num_open == 0)
+        await until(lambda: not fake.has_unfinished)
+        assert not connection.done(), "answers to questions that were given up do no harm"
         await asyncio.to_thread(clients.close, 10)
         engine.stop()
+
+    run(main)
+
+
+def test_a_client_that_never_reads_does_not_hold_up_the_end() -> None:
+    async def main() -> None:
+        engine = AsyncEngine(SteppingEngine())  # type: ignore[arg-type]
+        clients = EngineSocket(engine, "fake")
+        clients.start()
+        ours, theirs = socket.socketpair()
+        with ours:
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            await asyncio.to_thread(clients.add, theirs)
+            params = SamplingParams(max_tokens=3000, logprobs=5)
+            ours.sendall(frame(("submit", 1, "slow", None, [97, 98], params, time.monotonic_ns())))
+            client = next(iter(clients._clients))
+            await until(lambda: client._writer.transport.get_write_buffer_size() > 0)
+            await asyncio.wait_for(asyncio.to_thread(clients.close, 0.2), 60)
+        await asyncio.to_thread(engine.stop)
+
+    run(main)
+
+
+def test_what_the_supervisor_said_outlasts_the_connection_and_counts_come_before_the_rest() -> None:
+    async def main() -> None:
+        registry = CollectorRegistry()
+        Counter("llmjax_tried", "Tries.", registry=registry).inc(2)
+        far = RemoteEngine()
+        far.registries = [registry]
+        async with serving(SteppingEngine()) as (_, clients):
+            _, connection = await connect(clients, far)
+            await until(lambda: clients.ready)
+            assert next(iter(clients._clients)).series, "told with the first word"
+            unpicklable: Any = threading.Lock()
+            with pytest.raises(TypeError):
+                await far.submit([97], unpicklable)
+            assert far.num_open == 0
+            far.expect(Health("dead", "it was killed"))
+        await connection
+        assert far.health == Health("dead", "it was killed")
+        assert b"llmjax_tried" not in await far.metrics([registry]), "there may be other parts of the sum"
 
     run(main)

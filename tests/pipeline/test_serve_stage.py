@@ -148,6 +148,9 @@ def test_what_is_wrong_with_the_server_is_told_before_the_model_is_loaded(
     with listen("127.0.0.1", 0) as other:
         code, err = command(f"{{port: {other.getsockname()[1]}}}")
         assert (code, "cannot listen on 127.0.0.1" in err) == (5, True)
+    (tmp_path / "file").touch()
+    code, err = command("{port: 0, traffic: {path: file/traffic.jsonl}}")
+    assert (code, "file/traffic.jsonl cannot be written" in err, err.count("\n")) == (2, True, 1)
     assert not started
     assert command("{port: 0}") == (0, "")
     assert len(started) == 1

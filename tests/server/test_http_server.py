@@ -30,6 +30,8 @@ from llmjax.server import http_server
 from llmjax.server.app import create_app
 from llmjax.server.config import ServerConfig
 from llmjax.server.http_server import HttpServer
+from llmjax.server.listener import listen
+from llmjax.server.traffic_log import TrafficConfig, TrafficLog
 
 
 class SlowEngine(FakeEngine):
@@ -133,6 +135,54 @@ def test_a_port_that_is_taken_is_one_clear_line(server: HttpServer) -> None:
     port = int(server.url.rsplit(":", 1)[1])
     with pytest.raises(LlmjaxError, match=f"cannot listen on 127.0.0.1 port {port}: .*choose another"):
         HttpServer(create_app(engine, ServerConfig(served_names=("a",))), engine, host="127.0.0.1", port=port, drain=0)
+
+
+@pytest.mark.parametrize("host", ["a\0b", "ä" * 100, "a..b"])
+def test_a_host_that_is_none_is_one_clear_line(host: str) -> None:
+    with pytest.raises(LlmjaxError, match=r"cannot listen on .*choose another"):
+        listen(host, 0)
+
+
+def test_a_connection_that_asks_nothing_is_closed_and_one_that_waits_for_its_answer_is_not() -> None:
+    engine = AsyncEngine(SlowEngine())
+    app = create_app(engine, ServerConfig(served_names=("tiny",), send_timeout=0.3))
+    server = HttpServer(app, engine, host="127.0.0.1", port=0, drain=0.2)
+    server.start()
+    address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+    head = b"GET /livez HTTP/1.1\r\nhost: x\r\n"
+    with post_raw(server.url, {"prompt": "a", "max_tokens": 1500}) as working:
+        for said in (b"", head, head + b"\r\n" + head):
+            with socket.create_connection(address, timeout=20) as idle:
+                idle.sendall(said)
+                while idle.recv(2**16):
+                    pass
+        assert working.recv(2**16).startswith(b"HTTP/1.1 200")
+    server.close()
+
+
+def test_what_waits_for_the_traffic_log_is_written_at_the_end(tmp_path: Path) -> None:
+    """And the file is given back, so that the next server takes it."""
+    path = tmp_path / "traffic.jsonl"
+    engine = AsyncEngine(SlowEngine())
+    app = create_app(engine, ServerConfig(served_names=("tiny",), traffic=TrafficConfig(path=str(path))))
+    log = app.state.service.traffic
+    write, may_write = log._write, threading.Event()
+
+    def slow_write(line: Any) -> None:
+        assert may_write.wait(20)
+        write(line)
+
+    log._write = slow_write
+    server = HttpServer(app, engine, host="127.0.0.1", port=0, drain=0.2)
+    server.start()
+    for _ in range(5):
+        assert httpx2.post(server.url + "/v1/completions", json={"prompt": "ab", "max_tokens": 2}).status_code == 200
+    threading.Timer(0.2, may_write.set).start()
+    server.close()
+    assert len(path.read_text().splitlines()) == 5
+    after = TrafficLog(TrafficConfig(path=str(path)), lambda ids: "")
+    assert after._file.path == path
+    after.close()
 
 
 @pytest.mark.parametrize("signals", [1, 2])

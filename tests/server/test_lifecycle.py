@@ -420,3 +420,16 @@ def test_a_crowd_that_comes_and_goes_leaves_nothing_behind(served: Served, scrip
         assert served.engine.num_open == 0
 
     run(main())
+
+
+def test_two_apps_over_one_engine_may_hear_the_same_id() -> None:
+    one = Served(FakeEngine(EngineConfig(max_context=2048, max_sequences=4)))
+    body = {"prompt": "ab", "max_tokens": 1500}
+
+    async def ask() -> None:
+        asked = [app.request("POST", "/v1/completions", body, x_request_id="same") for app in (one, one.with_options())]
+        answers = await asyncio.gather(*asked)
+        assert [(answer.status_code, answer.json()["id"]) for answer in answers] == [(200, "cmpl-same")] * 2, answers[-1].text
+
+    run(ask())
+    one.stop()
