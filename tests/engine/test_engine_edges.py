@@ -78,7 +78,7 @@ def test_an_interrupted_generate_leaves_no_request_behind(monkeypatch: pytest.Mo
 
 
 def test_a_failed_launch_is_told_by_every_later_call(flat: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(batch: Any) -> None:
+    def broken(batch: Any, masks: Any) -> None:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nand more")
 
     monkeypatch.setattr(flat.engine.runner, "dispatch", broken)

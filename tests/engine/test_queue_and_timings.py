@@ -9,6 +9,7 @@ import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -109,9 +110,9 @@ def test_each_segment_is_where_the_time_went(engine: Engine, clock: Clock, monke
     second = 10**9
     dispatch, process, result = engine.runner.dispatch, engine._process, PendingStep.result
 
-    def slow_dispatch(batch: object) -> object:
+    def slow_dispatch(batch: Any, masks: Any) -> object:
         clock.now += 3 * second
-        return dispatch(batch)  # type: ignore[arg-type]
+        return dispatch(batch, masks)
 
     def slow_processing(output: object, read_ns: int) -> object:
         clock.now += second  # the text
