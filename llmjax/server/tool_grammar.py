@@ -68,7 +68,8 @@ _ANY = {"type": "object", "x-guidance": _WHITESPACE}
 def _schema(parameters: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     """The schema with the library's options. Members that a plain list of properties does not name are not allowed: whoever is
     called would not know them."""
-    schema: dict[str, Any] = _without_annotations(parameters) | {"type": "object", "x-guidance": {**_WHITESPACE, "lenient": not strict}}
+    schema: dict[str, Any] = _without_annotations(parameters)
+    schema |= {"type": "object", "x-guidance": {**_WHITESPACE, "lenient": not strict}}
     if not _OPEN & schema.keys():
         schema["additionalProperties"] = False
     return schema

@@ -202,6 +202,7 @@ def test_calls_beyond_the_limit_are_left_out() -> None:
     [
         ("{% if tools %}return JSON within <tool_call></tool_call>{% endif %}", "hermes"),
         ("{% if tools %}<tool_call>\n<function=name>\n<parameter=a>{% endif %}", None),
+        ("{% if tools %}<tool_call>name\n<arg_key>a</arg_key>{% endif %}", None),
         ('{{ "{\\"name\\"..." }}{{ "<|python_tag|>" + code }}', "llama"),
         ('Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.', "llama"),
         ("{{ messages[0].content }}", None),
