@@ -261,6 +261,7 @@ class AsyncEngine(EngineClient):
         grammar = None  # held until the engine has found it
         if params.structured is not None:
             grammar = await asyncio.wrap_future(self._engine.grammars.start(params.structured))
+            self._check_open()  # it was closed meanwhile, perhaps
         stream = RequestStream(ask.request_id or f"async-{next(self._ids)}", text, ids, params, ask, self._close)
         self.start()
         with self._lock:

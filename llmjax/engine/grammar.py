@@ -4,9 +4,8 @@ Joins a `StructuredOutput` with the bytes of a tokenizer's tokens, through llgui
 (https://github.com/guidance-ai/llguidance), which is imported when the first form is compiled. Must not know scheduling, rows or
 the device: a mask is a numpy vector here.
 
-A schema is other people's input. So it is compiled on threads with a deep stack (the library recurses over rules that lead to one
-another), with the library's limits lowered to fractions of a second, and never on the thread that steps the engine where
-`GrammarCompiler.start` is used.
+A schema is other people's input. So it is tried out in another process before it is compiled in this one (`grammar_trial`), and
+never on the thread that steps the engine where `GrammarCompiler.start` is used.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import copy
-import re
+import functools
 import threading
 import time
 import weakref
@@ -23,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmjax.engine import grammar_trial
+from llmjax.engine.grammar_library import NO_TEXT, RefusedError, TokenBytes, build, limits, one_line
 from llmjax.engine.tokenizer import Tokenizer
 from llmjax.sampling_params import SamplingParams
 from llmjax.structured_output import StructuredOutput
@@ -31,10 +32,7 @@ if TYPE_CHECKING:
     import llguidance
 
 MAX_COMPILED = 128  # forms kept though no request uses them
-COMPILE_THREADS = 2
-COMPILE_STACK = 256 * 2**20  # bytes of address space; a chain of rules as long as the size limits allow takes a tenth of it
-_REASON_CHARS = 200
-_NOTHING = "it allows no text but the empty one, or none that this model's tokens can write"
+MAX_REFUSED = 128  # forms that were given up and are remembered
 
 
 class Grammar:
@@ -75,7 +73,8 @@ class GrammarCompiler:
         self._slow_lock = threading.Lock()
         self._known: weakref.WeakValueDictionary[StructuredOutput, Grammar] = weakref.WeakValueDictionary()
         self._recent: collections.OrderedDict[StructuredOutput, Grammar] = collections.OrderedDict()
-        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+        self._refused: collections.OrderedDict[StructuredOutput, str] = collections.OrderedDict()
+        self._vocabulary: TokenBytes | None = None
         self._library_tokenizer: llguidance.LLTokenizer | None = None
         self._executor: llguidance.LLExecutor | None = None
 
@@ -88,7 +87,7 @@ class GrammarCompiler:
         with self._lock:
             grammar = self._known.get(wanted)
             if grammar is None:
-                return self._submit(wanted)
+                return grammar_trial.submit(lambda: self._compile(wanted))
             self._keep(grammar)
         done: concurrent.futures.Future[Grammar] = concurrent.futures.Future()
         done.set_result(grammar)
@@ -114,7 +113,7 @@ class GrammarCompiler:
             raise wanted.error(
                 "min_tokens forbids every token that the output could begin with: lower it, or stop at other tokens"
                 if params.min_tokens
-                else _NOTHING
+                else NO_TEXT
             )
         return [matcher, *(matcher.copy() for _ in range(params.n - 1))]
 
@@ -147,15 +146,6 @@ class GrammarCompiler:
 
     # -- compiling
 
-    def _submit(self, wanted: StructuredOutput) -> concurrent.futures.Future[Grammar]:
-        if self._threads is None:
-            self._threads = concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
-        before = threading.stack_size(COMPILE_STACK)  # of threads started from now on: those of this pool
-        try:
-            return self._threads.submit(self._compile, wanted)
-        finally:
-            threading.stack_size(before)
-
     def _keep(self, grammar: Grammar) -> None:
         self._known[grammar.wanted] = grammar
         self._recent[grammar.wanted] = grammar
@@ -164,32 +154,34 @@ class GrammarCompiler:
             self._recent.popitem(last=False)
 
     def _compile(self, wanted: StructuredOutput) -> Grammar:
-        import llguidance
-
-        tokenizer = self._tokenizer_of_library(wanted)
+        with self._lock:  # a burst of one form: the first of them has compiled it, or was refused
+            if (known := self._known.get(wanted)) is not None:
+                self._keep(known)
+                return known
+            if (refused := self._refused.get(wanted)) is not None:
+                raise wanted.error(refused)
+        tokenizer, vocabulary = self._tokenizer_of_library(wanted)
         started = time.perf_counter()
         try:
             text = _grammar_text(wanted)
         except ValueError as error:
-            raise wanted.error(f"it cannot be compiled: {_one_line(str(error))}") from None
-        matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=_limits())
-        if not matcher.is_error():
-            probe = matcher.deep_copy()
-            probe.compute_bitmask()  # what is too complex often shows here
-            if probe.is_error():
-                reason = probe.get_error()
-                if "NoExtension" in reason:
-                    raise wanted.error(_NOTHING)
-                raise wanted.error(f"it is too complex: {_one_line(reason)}; make it simpler")
-        if matcher.is_error():
-            raise wanted.error(f"it cannot be compiled: {_one_line(matcher.get_error())}")
+            raise wanted.error(f"it cannot be compiled: {one_line(str(error))}") from None
+        try:
+            matcher = grammar_trial.compile_tried(vocabulary, text, lambda: build(tokenizer, text, limits()))
+        except RefusedError as error:
+            if isinstance(error, grammar_trial.TooComplexError):
+                with self._lock:
+                    self._refused[wanted] = str(error)
+                    if len(self._refused) > MAX_REFUSED:
+                        self._refused.popitem(last=False)
+            raise wanted.error(str(error)) from None
         self._compiled(time.perf_counter() - started)
         grammar = Grammar(wanted, matcher)
         with self._lock:
             self._keep(grammar)
         return grammar
 
-    def _tokenizer_of_library(self, wanted: StructuredOutput) -> llguidance.LLTokenizer:
+    def _tokenizer_of_library(self, wanted: StructuredOutput) -> tuple[llguidance.LLTokenizer, TokenBytes]:
         """Made at the first use, from the bytes of every token."""
         import llguidance
 
@@ -199,15 +191,22 @@ class GrammarCompiler:
         if not tokenizer.is_byte_exact:
             raise wanted.error("it needs a tokenizer whose tokens are bytes, and this model's are not")
         with self._slow_lock:
-            if self._library_tokenizer is None:
-                vocabulary = _Vocabulary(tokenizer, self._num_tokens, self.eos_ids)
-                self._library_tokenizer = llguidance.LLTokenizer(
-                    llguidance.TokenizerWrapper(vocabulary),
-                    n_vocab=len(vocabulary.tokens),
-                    eos_token=list(self.eos_ids or self._beyond),
-                )
+            if self._library_tokenizer is None or self._vocabulary is None:
+                self._vocabulary = self._token_bytes(tokenizer)
+                encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+                self._library_tokenizer = self._vocabulary.library_tokenizer(encode)
                 self._executor = llguidance.LLExecutor()
-            return self._library_tokenizer
+            return self._library_tokenizer, self._vocabulary
+
+    def _token_bytes(self, tokenizer: Tokenizer) -> TokenBytes:
+        """Where the model has no end of sequence, there is one token more than it has."""
+        num_tokens = self._num_tokens
+        tokens = [tokenizer.token_bytes(token) for token in range(num_tokens)]
+        special = sorted({*(token for token in tokenizer.special_ids if token < num_tokens), *self.eos_ids})
+        if not self.eos_ids:
+            tokens.append(b"<end>")
+            special.append(num_tokens)
+        return TokenBytes(tokens, special, list(self.eos_ids or self._beyond))
 
 
 class GrammarMatcher:
@@ -259,55 +258,7 @@ class GrammarMatcher:
                 self._fail("no token can follow")
 
     def _fail(self, reason: str) -> None:
-        self.error = f"the output could not be kept to its form: {_one_line(reason)}"
-
-
-def _limits() -> llguidance.LLParserLimits:
-    """About a third of a second to compile, and ten milliseconds a token, at most."""
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
-        initial_lexer_fuel=200_000, step_lexer_fuel=100_000, step_max_items=20_000, max_lexer_states=50_000, verbose_errors=False
-    )
-
-
-class _Vocabulary:
-    """A tokenizer as llguidance wants it. Where the model has no end of sequence, there is one token more than it has."""
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer, num_tokens: int, eos_ids: Sequence[int]) -> None:
-        self.tokens = [tokenizer.token_bytes(token) for token in range(num_tokens)]
-        self.special_token_ids = sorted({*(token for token in tokenizer.special_ids if token < num_tokens), *eos_ids})
-        self.eos_token_id = eos_ids[0] if eos_ids else num_tokens
-        if not eos_ids:
-            self.tokens.append(b"<end>")
-            self.special_token_ids.append(num_tokens)
-        self._tokenizer = tokenizer
-        ordinary = set(range(num_tokens)) - set(self.special_token_ids)
-        self._ids = {self.tokens[token]: token for token in sorted(ordinary, reverse=True)}
-        self._longest = max(map(len, self._ids))
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        """Token ids of a text. Where only one text can follow, llguidance allows of all ways to write it the one told here.
-
-        That is the tokenizer's, as the model has learnt it, unless it adds or changes something (a space at the beginning, a
-        special token); then the longest tokens from left to right.
-        """
-        data = text.encode() if isinstance(text, str) else text
-        ids = self._tokenizer.encode(data.decode("utf-8", "replace"), add_special_tokens=False)
-        exact = all(token < len(self.tokens) and self._ids.get(self.tokens[token]) == token for token in ids)
-        if exact and b"".join(self.tokens[token] for token in ids) == data:
-            return ids
-        ids = []
-        while data:
-            sizes = range(min(self._longest, len(data)), 0, -1)
-            size = next((size for size in sizes if data[:size] in self._ids), None)
-            if size is None:
-                break
-            ids.append(self._ids[data[:size]])
-            data = data[size:]
-        return ids
+        self.error = f"the output could not be kept to its form: {one_line(reason)}"
 
 
 def _grammar_text(wanted: StructuredOutput) -> str:
@@ -330,10 +281,3 @@ def _grammar_text(wanted: StructuredOutput) -> str:
 def _literal(text: str) -> str:
     """A regular expression that matches only this text."""
     return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
-
-
-def _one_line(message: str) -> str:
-    """The part of a message of llguidance that says what is wrong."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no reason given"]
-    chosen = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
-    return re.sub(r"\s+", " ", chosen)[:_REASON_CHARS]

@@ -341,7 +341,7 @@ _ASSISTANT = record(
     {"role": {"const": "assistant"}, "content": optional(STRING), "refusal": {"type": "null"}, "tool_calls": _array(_CALL)},
     required=("role", "content", "refusal"),
 )
-_DELTA = record({"role": {"const": "assistant"}, "content": STRING, "tool_calls": _array(_CALL_PIECE)}, required=())
+_DELTA = record({"role": {"const": "assistant"}, "content": optional(STRING), "tool_calls": _array(_CALL_PIECE)}, required=())
 _COUNT = {**INTEGER, "minimum": 0}
 _CARD = {
     "id": STRING, "object": {"const": "model"}, "created": INTEGER, "owned_by": STRING,

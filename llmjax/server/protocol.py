@@ -61,7 +61,9 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
 }
 _INSTEAD = {"functions": "it is the old form of tools, use that", "function_call": "it is the old form of tool_choice, use that"}
 # What a template is rendered with anyway; setting it here would mean something else than the same field of the body.
-_NOT_FOR_TEMPLATES = frozenset({"messages", "params", "priority", "request_id", "self", "template", "tools", "wake"})
+_NOT_FOR_TEMPLATES = frozenset(
+    ("arrival_ns", "group", "messages", "params", "priority", "request_id", "self", "template", "tools", "wake")
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,13 @@ _OPEN = frozenset(
      "allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef")
 )  # fmt: skip
 
+_ANNOTATIONS = frozenset(("title", "description", "default", "examples", "$comment"))  # for the prompt, where they stand anyway
+_SCHEMAS = frozenset(
+    ("items", "prefixItems", "additionalItems", "contains", "additionalProperties", "unevaluatedProperties", "unevaluatedItems",
+     "propertyNames", "allOf", "anyOf", "oneOf", "not", "if", "then", "else")
+)  # fmt: skip
+_NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
+
 
 def call_grammar(use: ToolUse, tokens: Mapping[str, int]) -> str:
     """The grammar for an output: nothing but calls where one is required, else text with any number of calls.
@@ -61,10 +68,26 @@ _ANY = {"type": "object", "x-guidance": _WHITESPACE}
 def _schema(parameters: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     """The schema with the library's options. Members that a plain list of properties does not name are not allowed: whoever is
     called would not know them."""
-    schema = dict(parameters) | {"type": "object", "x-guidance": {**_WHITESPACE, "lenient": not strict}}
+    schema: dict[str, Any] = _without_annotations(parameters)
+    schema |= {"type": "object", "x-guidance": {**_WHITESPACE, "lenient": not strict}}
     if not _OPEN & schema.keys():
         schema["additionalProperties"] = False
     return schema
+
+
+def _without_annotations(schema: Any) -> Any:
+    """A schema that allows the same in fewer characters. What is no schema is left as it is: a property may have any name."""
+    if isinstance(schema, list):
+        return [_without_annotations(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = dict[str, Any]()
+    for key, value in schema.items():
+        if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            kept[key] = {name: _without_annotations(item) for name, item in value.items()}
+        elif key not in _ANNOTATIONS:
+            kept[key] = _without_annotations(value) if key in _SCHEMAS else value
+    return kept
 
 
 def _mark(mark: str, tokens: Mapping[str, int]) -> str:

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from fakes_text import EOS_ID, IM_START_ID, VOCAB_SIZE, byte_backend, plain_byte_tokenizer, sentencepiece_metadata
 
-from llmjax.engine import grammar
+from llmjax.engine import grammar, grammar_trial
 from llmjax.engine.gguf_tokenizer import tokenizer_from_metadata
 from llmjax.engine.grammar import GrammarCompiler, GrammarMatcher
+from llmjax.engine.grammar_library import build
 from llmjax.engine.token_pieces import BYTE_LEVEL_CHARS
 from llmjax.engine.tokenizer import Tokenizer
 from llmjax.errors import RequestError
@@ -254,10 +255,10 @@ def test_a_form_that_is_too_complex_is_refused_or_its_output_ends(monkeypatch: p
     import llguidance
 
     made, form = compiler(plain_byte_tokenizer()), StructuredOutput(regex="(.{1,300}){1,30}")
-    monkeypatch.setattr(grammar, "_limits", lambda: llguidance.LLParserLimits(max_lexer_states=5, verbose_errors=False))
+    monkeypatch.setattr(grammar, "limits", lambda: llguidance.LLParserLimits(max_lexer_states=5, verbose_errors=False))
     with pytest.raises(RequestError, match=r"too complex: .*; make it simpler"):
         made.compile(form)
-    monkeypatch.setattr(grammar, "_limits", lambda: llguidance.LLParserLimits(max_lexer_states=100, verbose_errors=False))
+    monkeypatch.setattr(grammar, "limits", lambda: llguidance.LLParserLimits(max_lexer_states=100, verbose_errors=False))
     (matcher,) = made.matchers(SamplingParams(structured=form), (EOS_ID,))
     for _ in range(150):
         if matcher.take(ord("a")):
@@ -348,3 +349,39 @@ def test_many_threads_may_compile() -> None:
     for thread in threads:
         thread.join(60)
     assert found == [set(b"abc")] * 60
+
+
+# -- what is too costly
+
+COSTLY = [
+    StructuredOutput(json_schema={"type": "integer", "multipleOf": 99999989}),
+    StructuredOutput(grammar='start: "<" x\nx: %json {"type": "integer", "multipleOf": 99999989}'),
+    StructuredOutput(json_schema={"type": "string", "allOf": [{"pattern": f"w{i}x{i}y.{{3,40}}"} for i in range(26)]}),
+    StructuredOutput(grammar="start: A\nA: " + " & ".join(f"/(?s:.*)w{i}x{i}y(?s:.{{3,40}})/" for i in range(60))),
+]
+
+
+def test_forms_that_would_take_minutes_are_given_up_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_trial, "TRIAL_SECONDS", 0.5)
+    built: list[str] = []
+    monkeypatch.setattr(grammar, "build", lambda tokenizer, text, bounds: built.append(text) or build(tokenizer, text, bounds))
+    made = compiler(plain_byte_tokenizer())
+    costly = [made.start(form) for form in COSTLY]
+    (matcher,) = made.matchers(SamplingParams(structured=StructuredOutput(regex="ab")), (EOS_ID,))
+    assert allowed_ids(matcher) == {ord("a")}
+    for future in costly:
+        with pytest.raises(RequestError, match=r"too complex.*make it smaller"):
+            future.result(60)
+    assert len(built) == 1  # none of the others reached this process
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_trial, "compile_tried", None)  # what was given up is known
+        with pytest.raises(RequestError, match="too complex"):
+            made.compile(COSTLY[0])
+
+
+def test_a_burst_of_a_form_is_compiled_once_a_thread() -> None:
+    seconds: list[float] = []
+    made = compiler(plain_byte_tokenizer(), compiled=seconds.append)
+    found = [made.start(StructuredOutput(regex="[a-c]{3}")) for _ in range(16)]
+    assert all(future.result(60) for future in found)
+    assert 1 <= len(seconds) <= grammar_trial.THREADS

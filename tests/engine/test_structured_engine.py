@@ -370,7 +370,7 @@ def test_an_output_that_meets_a_limit_of_the_library_ends_alone(monkeypatch: pyt
     import llguidance
 
     random_logits()
-    monkeypatch.setattr(grammar, "_limits", lambda: llguidance.LLParserLimits(max_lexer_states=40, verbose_errors=False))
+    monkeypatch.setattr(grammar, "limits", lambda: llguidance.LLParserLimits(max_lexer_states=40, verbose_errors=False))
     form = StructuredOutput(regex="(.{1,301}){1,30}")
     engine = scripted().engine
     corrupted = engine.stats.corrupted

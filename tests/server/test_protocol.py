@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from typing import Any
 
 import pytest
 
+from llmjax.engine.engine_client import EngineClient
 from llmjax.errors import RequestError
 from llmjax.server.protocol import parse_request
 from llmjax.server.strict_json import load_json
@@ -245,6 +247,13 @@ def test_deeply_nested_tool_calls_are_walked_without_recursion() -> None:
 @pytest.mark.parametrize("options", [[], "x", {"request_id": "mine"}, {"params": 1}, {"a b": 1}])
 def test_template_options_cannot_replace_what_the_engine_gives(options: Any) -> None:
     assert refused("chat", {**PROMPT["chat"], "chat_template_kwargs": options}).param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("method", [EngineClient.submit_chat, EngineClient.encode_chat])
+def test_template_options_cannot_be_named_as_parameters_are(method: Any) -> None:
+    for name, parameter in inspect.signature(method).parameters.items():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            refused("chat", {**PROMPT["chat"], "chat_template_kwargs": {name: 1}})
 
 
 def test_template_options_are_passed_on() -> None:

@@ -164,3 +164,19 @@ def test_a_schema_that_says_what_else_it_allows_is_left_so() -> None:
         grammar = call_grammar(use_of(LLAMA, [tool("f", schema)], tool_choice="required"), {})
         text = b'{"name": "f", "parameters": {"b": 1}}'
         assert matcher_of(grammar, special=True).validate_tokens([*text]) == len(text)
+
+
+def test_what_only_explains_a_schema_is_left_out() -> None:
+    said = {"title": "T", "description": "D" * 70_000, "default": 1, "examples": [1], "$comment": "C"}
+    inner = {"type": "object", "properties": {"title": {"type": "integer", **said}}, "required": ["title"], **said}
+    schema = {
+        "type": "object",
+        "properties": {"description": inner, "e": {"enum": [{"title": 1}]}},
+        "required": ["description"],
+        **said,
+    }
+    grammar = call_grammar(use_of(HERMES, [tool("f", schema)], tool_choice="required"), IDS)
+    plain = {"type": "object", "properties": {"title": {"type": "integer"}}, "required": ["title"]}
+    found = json.loads(grammar.split("%json ")[1])
+    assert found["properties"] == {"description": plain, "e": {"enum": [{"title": 1}]}}
+    assert not said.keys() & found.keys()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmjax.server.tool_parsers import FORMATS, HERMES, LLAMA, CallFormat, ToolParser, format_of, parse_calls
+from llmjax.server.tool_parsers.parser import MAX_FALSE_STARTS, MAX_HELD
 
 NAMES = ("f", "g", "get_weather")
 TRICKY = {
@@ -201,6 +202,7 @@ def test_calls_beyond_the_limit_are_left_out() -> None:
     [
         ("{% if tools %}return JSON within <tool_call></tool_call>{% endif %}", "hermes"),
         ("{% if tools %}<tool_call>\n<function=name>\n<parameter=a>{% endif %}", None),
+        ("{% if tools %}<tool_call>name\n<arg_key>a</arg_key>{% endif %}", None),
         ('{{ "{\\"name\\"..." }}{{ "<|python_tag|>" + code }}', "llama"),
         ('Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.', "llama"),
         ("{{ messages[0].content }}", None),
@@ -210,3 +212,47 @@ def test_calls_beyond_the_limit_are_left_out() -> None:
 def test_a_template_tells_the_format(template: str, name: str | None) -> None:
     form = format_of(template)
     assert (form and form.name) == name
+
+
+HOSTILE = {
+    "calls within calls": '<tool_call>{"x":[' * 2000,
+    "calls that break behind their arguments": '<tool_call>{"name":"f","arguments":{},' * 2000,
+    "white space": " " * 40_000 + "{" + "\n" * 40_000,
+    "white space behind a call": '{"name": "f", "parameters": {}}' + "; \n" * 20_000 + "x",
+    "white space before a call": "x" + " " * 9_000 + '<tool_call>{"name": "f", "arguments": {}}</tool_call>' + " " * 9_000 + "x",
+    "members behind arguments": '<tool_call>{"name":"f","arguments":{},"x":"' + "y" * 60_000,
+    "arguments before a name": '<tool_call>{"arguments":{"x":"' + "y" * 60_000 + '"},"name":"f"}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_what_is_held_back_and_read_again_is_bounded(form: CallFormat, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, longest = itertools.count(), 0
+
+    def counted(real: Any) -> Any:
+        def step(parser: ToolParser, char: str) -> str:
+            nonlocal longest
+            next(steps)
+            longest = max(longest, len(parser._held))
+            return str(real(parser, char))
+
+        return step
+
+    for name in ("_add_text", "_add_to_call", "_add_after"):
+        monkeypatch.setattr(ToolParser, name, counted(getattr(ToolParser, name)))
+    whole = pieces_of(text, form, [text])
+    assert next(steps) <= len(text) + MAX_FALSE_STARTS * (MAX_HELD + 1)
+    assert longest <= 2 * MAX_HELD  # white space before what may be a call counts by itself
+    pieces = ["".join(part) for part in itertools.batched(text, 7)]
+    assert pieces_of(text, form, pieces) == whole
+    if not whole[1]:
+        assert whole[0] == text
+
+
+def test_a_call_is_found_until_too_many_were_none() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    false = "<tool_call>none "
+    assert parse_calls(false * (MAX_FALSE_STARTS - 1) + call, HERMES)[1] == [("f", "{}")]
+    text = false * MAX_FALSE_STARTS + call
+    assert parse_calls(text, HERMES) == (text, [])

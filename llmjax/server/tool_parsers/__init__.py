@@ -57,8 +57,8 @@ TOOL_PARSERS: tuple[str, ...] = ("auto", *FORMATS, "none")
 def format_of(template: str) -> CallFormat | None:
     """The format that a chat template teaches, told by the texts that it is made of. None for one that is not known."""
     if HERMES.begin in template:
-        # Qwen3-Coder puts XML, not JSON, between the same markers.
-        return None if "<function=" in template else HERMES
+        # Qwen3-Coder and GLM 4.5 put XML, not JSON, between the same markers.
+        return None if "<function=" in template or "<arg_key>" in template else HERMES
     if LLAMA.begin in template or '"parameters": dictionary of argument name' in template:
         return LLAMA
     return None

@@ -1,8 +1,8 @@
 """`ToolParser`: a model's text, taken apart into what it says and the functions it calls, while it is being written.
 
 The result does not depend on how the text is cut into pieces. Held back is only what may still become the beginning of a call,
-and white space that may stand beside one. What turns out to be no call is content again, character for character. Pure: no
-ids, no clock, no HTTP.
+and white space that may stand beside one, of both at most `MAX_HELD` characters. What turns out to be no call is content again,
+character for character. Pure: no ids, no clock, no HTTP.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class Parsed:
     calls: list[CallDelta] = dataclasses.field(default_factory=list)
 
 
+MAX_HELD = 4096  # characters of what may be a call, or of white space beside one, that are held back
+MAX_FALSE_STARTS = 16  # of calls in one output; from there on all is content, because each is read again
 _LITERAL = re.compile(r'[^"\\\x00-\x1f]+')
 _State = Literal["start", "text", "call", "after"]
 
@@ -89,6 +91,7 @@ class ToolParser:
         self._call = CallObject()
         self._announced = False
         self._said = False  # there was content behind the last call
+        self._false_starts = 0
         self._input = ""
         self._content: list[str] = []
         self._calls: list[CallDelta] = []
@@ -146,14 +149,29 @@ class ToolParser:
                 return 0
             self._call.add_literal(found[0])
             return len(found[0])
-        if self._state != "text" or self._held.strip(SPACES):
+        if self._false_starts >= MAX_FALSE_STARTS:
+            self._say(self._held + self._input[position:])
+            self._held = ""
+            return len(self._input) - position
+        if self._state != "text":
+            blank = SPACES + (self._form.after if self._state == "after" else "")
+            if self._held.strip(blank):
+                return 0
+            room = self._input[position : position + MAX_HELD - len(self._held)]
+            run = room[: len(room) - len(room.lstrip(blank))]
+            self._held += run
+            return len(run)
+        if self._held.strip(SPACES):
             return 0
         mark = self._input.find(self._form.begin[0], position)
         run = self._input[position : mark if mark >= 0 else len(self._input)]
         if said := run.rstrip(SPACES):
             self._say(self._held + said)
             self._held = ""
-        self._held += run[len(said) :]
+        held = self._held + run[len(said) :]
+        whole = len(held) // MAX_HELD * MAX_HELD
+        self._say(held[:whole])
+        self._held = held[whole:]
         return len(run)
 
     # Each of these takes a character, and returns text that has to be read again.
@@ -164,7 +182,7 @@ class ToolParser:
         if self._state == "start" and word == "{":
             self._begin(held, len(held), bare=True)
             return char
-        if self._form.begin.startswith(word):
+        if self._form.begin.startswith(word) and len(held) <= MAX_HELD:
             self._held = held
             if word == self._form.begin:
                 self._begin(held, len(held), bare=False)
@@ -190,19 +208,19 @@ class ToolParser:
             self._held += char
         call.add(char)
         if call.broken:
-            if not self._announced:
-                return self._give_back()
-            return self._leave()
+            return self._leave() if self._announced else self._give_back()
         if self._bare and call.name is not None and call.name not in self._names:
             return self._give_back()
         if call.ready and not self._announced:
-            self._announced, self._said = True, False
+            self._announced, self._said, self._lead = True, False, 0
             self._tell(CallDelta(self.num_calls, call.name, ""))
             self.num_calls += 1
             self._held = ""
         if call.done:
             self._held = ""
             self._leave()
+        elif len(self._held) - self._lead > MAX_HELD:
+            return self._leave() if self._announced else self._give_back()
         return ""
 
     def _at_end(self, char: str) -> bool:
@@ -236,17 +254,26 @@ class ToolParser:
         self._hand_on()
         self._state = "after"
         again, self._held = self._held, ""
-        return again
+        return self._false_start(again) if again else ""
 
     def _give_back(self) -> str:
         held, self._held = self._held, ""
         self._say(held[: self._lead])
         self._state = "text"
-        return held[self._lead :]
+        return self._false_start(held[self._lead :])
+
+    def _false_start(self, again: str) -> str:
+        self._false_starts += 1
+        if self._false_starts >= MAX_FALSE_STARTS:
+            self._state = "text"
+        return again
 
     def _add_after(self, char: str) -> str:
         held = self._held + char
         word = held.lstrip(SPACES + self._form.after)
+        if len(held) > MAX_HELD:
+            self._state, self._held = "text", ""
+            return held
         if not word or (self._form.end and self._form.end.startswith(word)):
             self._held = held
             if word and word == self._form.end:
