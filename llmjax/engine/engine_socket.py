@@ -173,10 +173,12 @@ class _Client:
             for stream in self._streams.values():
                 stream.close()
             self._writer.close()
-            with contextlib.suppress(OSError, TimeoutError):
-                async with asyncio.timeout(_CLOSING):
-                    await self._writer.wait_closed()
-            self._writer.transport.abort()  # of a client that does not read
+            try:
+                with contextlib.suppress(OSError, TimeoutError):
+                    async with asyncio.timeout(_CLOSING):
+                        await self._writer.wait_closed()
+            finally:
+                self._writer.transport.abort()  # of a client that does not read, also when nobody waits for it any more
 
     def finish(self) -> None:
         """Send what is left, then close."""

@@ -83,7 +83,7 @@ class RemoteEngine(EngineClient):
             for task in tasks:
                 task.cancel()
             self._writer = None
-            writer.close()
+            writer.transport.abort()  # what was not taken need not be: the engine ends the requests of a closed socket
             ended = "the engine's process has ended"
             if self._expected is None:  # else it has been told already what becomes of it
                 self._expected = self._said if self._said.state == "draining" else Health("starting", ended)

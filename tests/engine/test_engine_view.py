@@ -124,7 +124,7 @@ def test_a_large_pool_is_shown_in_squares_of_several_pages() -> None:
     rows = [("a/0", "all", 1, 1, list(range(1, 30_001)))]
     picture = EnginePicture(
         taken=0.0, counts=counts, findable=list(range(45_001, 50_001)), rows=rows, finished={}, refused=0, times={}, sizes={},
-        page_size=16,
+        page_size=16, started=0.0,
     )  # fmt: skip
     cells, per_cell = page_cells(picture)
     assert len(cells) <= MAP_CELLS

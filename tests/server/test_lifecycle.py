@@ -159,7 +159,7 @@ def test_a_full_queue_is_429_at_once_and_harms_nobody() -> None:
         headers = dict(refused.sent[0]["headers"])
         assert 1 <= int(headers[b"retry-after"]) <= 60
         assert error_of(refused)["code"] == "queue_full"
-        assert served.engine.num_open == 0
+        await until(lambda: served.engine.num_open == 0)
         refusals = held.metrics.registry.get_sample_value("llmjax:queue_full_total", {"lane": "any"})
         assert refusals is not None
         assert refusals > statuses.count(429), "every prompt of the batch that was refused counts too"
@@ -287,7 +287,7 @@ def test_a_reader_that_takes_nothing_is_dropped_and_one_that_is_slow_gets_merged
         await until(lambda: gone.status == 200)
         gone.reading.clear()
         await gone.task
-        assert served.engine.num_open == 0
+        await until(lambda: served.engine.num_open == 0)
         assert not gone.data.endswith(b"[DONE]\n\n")
         patient = served.with_options(send_timeout=10.0)
         slow = Exchange(patient.app, "/v1/completions", {"prompt": "abc", "max_tokens": 300, "stream": True})
@@ -338,7 +338,7 @@ def test_an_answer_can_be_aborted_by_its_id(served: Served, scripted: Scripted) 
         assert reasons.count("abort") == 2
         await served.request("POST", "/abort", {"abort_all": True})
         await asyncio.gather(named.task, other.task)
-        assert served.engine.num_open == 0
+        await until(lambda: served.engine.num_open == 0)
         assert other.data.endswith(b"data: [DONE]\n\n")
 
     with paced(scripted.engine):
@@ -417,7 +417,7 @@ def test_a_crowd_that_comes_and_goes_leaves_nothing_behind(served: Served, scrip
         await asyncio.gather(*map(client, seeds), beside.task)
         text = "".join(event["choices"][0]["text"] for event in parse_events(beside.data))
         assert text == json.loads(alone.data)["choices"][0]["text"]
-        assert served.engine.num_open == 0
+        await until(lambda: served.engine.num_open == 0)
 
     run(main())
 
