@@ -234,6 +234,16 @@ _CALL = record(
     {"id": STRING, "type": {"const": "function"}, "function": record({"name": STRING, "arguments": STRING})},
     description="A call of a function; the arguments are the text of a JSON object.",
 )
+_CALL_BACK = record(
+    {
+        "id": {},
+        "type": {},
+        "function": record({"name": STRING, "arguments": {"anyOf": [STRING, OBJECT]}}, required=("name",), more=True),
+    },
+    required=("function",),
+    more=True,
+    description="A call that an answer made, sent back.",
+)
 _CALL_PIECE = record(
     {
         "index": {**INTEGER, "minimum": 0},
@@ -255,7 +265,7 @@ _MESSAGE: Schema = {
             {
                 "role": {"enum": list(ROLES)},
                 "content": {"anyOf": [STRING, _array(_PART)]},
-                "tool_calls": optional(_array(_CALL)),
+                "tool_calls": optional(_array(_CALL_BACK)),
                 **_MESSAGE_FIELDS,
             },
             required=("role", "content"),
@@ -263,7 +273,7 @@ _MESSAGE: Schema = {
         record(
             {
                 "role": {"const": "assistant"},
-                "tool_calls": _array(_CALL, minItems=1),
+                "tool_calls": _array(_CALL_BACK, minItems=1),
                 "content": {"type": "null"},
                 **_MESSAGE_FIELDS,
             },

