@@ -6,6 +6,7 @@ Cases that read the same data form a group. Data come from a seed; nothing here 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,6 +28,9 @@ L2_IS_COLD = 320_000_000
 
 TOKENS = (32, 1, 256, 8, 64, 128, 16)  # by value: the first ones are timed even when there is little time
 PAGE_SIZES = (16, 64, 32)
+
+LAYER_CALLS = 1 << 14
+"""Calls of a layer in a launch, at most: each meets at barriers of its own, zero before it, as in a step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,8 +250,9 @@ def layer_groups(model: str, tokens: Sequence[int] = (8, 32, 64, 16)) -> Iterato
     (hidden, q), (qkv, _) = sizes["out"], sizes["qkv"]
     for rank, last in enumerate((False, True)):
         read = sum(n * k for name, (n, k) in sizes.items() if not (last and name == "qkv")) * dtype.itemsize
+        copies = max(2, -(-L2_IS_COLD // read))
 
-        def data(seed: int, copies: int = max(2, -(-L2_IS_COLD // read))) -> Any:
+        def data(seed: int, copies: int = copies) -> Any:
             def weights(key: jax.Array) -> dict[str, jax.Array]:
                 keys = jax.random.split(key, len(sizes))
                 return {
@@ -260,13 +265,16 @@ def layer_groups(model: str, tokens: Sequence[int] = (8, 32, 64, 16)) -> Iterato
             norm = jax.random.uniform(norm_key, (hidden,), jnp.float32, 0.5, 1.5)
             return [(weights(one), residual, norm) for one in jax.random.split(key, copies)]
 
-        def arguments(x: jax.Array, _: Any, turn: Any, __: jax.Array, last: bool = last) -> Call:
-            w, residual, norm = turn
+        def query(key: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+            return jax.random.normal(key, (n, q), dtype), jnp.zeros((MEETINGS * LAYER_CALLS,), jnp.int32)
+
+        def arguments(query: Any, _: Any, turn: Any, round: jax.Array, last: bool = last, copies: int = copies) -> Call:
+            x, meetings = query
+            index, (w, residual, norm) = turn
             bias = jnp.ones((qkv,), dtype) if config.qkv_bias else None
             params = LayerParams(w["out"], None, norm, w["gate_up"], None, w["down"], None)
             following = None if last else NextParams(norm, w["qkv"], bias)
-            meetings = jnp.zeros((MEETINGS,), jnp.int32)
-            args = (x, residual, meetings, jnp.int32(0), params, following)
+            args = (x, residual, meetings, jnp.int32(round * copies + index), params, following)
             return Call(args, {"activation": config.activation, "eps": config.norm_eps})
 
         cases = tuple(
@@ -277,13 +285,16 @@ def layer_groups(model: str, tokens: Sequence[int] = (8, 32, 64, 16)) -> Iterato
                 rows=n,
                 count=1 if last else config.num_layers - 1,
                 bytes=read,
-                query=lambda key, n=n: jax.random.normal(key, (n, q), dtype),
+                query=functools.partial(query, n=n),
                 arguments=arguments,
-                result=lambda result, n=n: [part[:n] for part in result[:2] if part is not None],
+                carry=lambda query, result: (query[0], result[2]),
+                kept=lambda result: result[:2],
+                result=lambda result, n=n: [part[:n] for part in result if part is not None],
             )
             for n in tokens
         )
-        yield Group(name=f"{model} {'last layer' if last else 'layer'}", cases=cases, data=data, turns=lambda d: d, rank=rank)
+        name = f"{model} {'last layer' if last else 'layer'}"
+        yield Group(name=name, cases=cases, data=data, turns=lambda weights: list(enumerate(weights)), rank=rank)
 
 
 def rope_groups(model: str, tokens: Sequence[int] = TOKENS) -> Iterator[Group]:

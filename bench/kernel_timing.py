@@ -2,18 +2,22 @@
 
 Each call of a round has weights or pages of its own, so that the last-level cache does not answer, and waits for the one
 before, through an optimization barrier that also keeps XLA from merging calls that share an operand. Rounds are repeated in a
-loop on the device, so that the host does not count. Knows no particular operation.
+loop on the device, so that the host does not count; a pass of the loop holds some sixteen calls, because each costs the host
+a launch. Knows no particular operation.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import math
 import os
+import re
 import statistics
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +36,10 @@ MULTIPLY_TFLOPS = {"NVIDIA H200": 797.0}  # what bf16 matmuls on random data rea
 PEAK_TFLOPS = {"NVIDIA H200": 990.0}
 GAIN = 0.98  # a candidate must take at most this part of the reference's time: less may be noise
 CALL_SECONDS = 5e-6  # what a call costs beside its bytes, about: how long a launch lasts is estimated with it
+CALLS = 16  # of a pass of the loop, at least: with two, a pass's own launch added 6 us to each
 LAUNCHES = 5
+WARM_SECONDS = 0.3  # of launches before a group is timed: the card's clocks fall while programs compile
+HUNG_SECONDS = 30.0  # a launch takes milliseconds; nothing but the end of the process stops a kernel that waits for ever
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,8 +84,11 @@ class Measured:
 Peers = Callable[[Case], Sequence[Contender]]
 
 
-def contenders(case: Case, group: Group, shapes: Any, *, limit: int) -> tuple[list[Contender], tuning.Key | None]:
-    """The reference, at most `limit` candidates of each other implementation, and the key of the case for the table."""
+def contenders(
+    case: Case, group: Group, shapes: Any, *, limit: int, avoid: str = ""
+) -> tuple[list[Contender], tuning.Key | None]:
+    """The reference, at most `limit` candidates of each other implementation, and the key of the case for the table. `avoid`: a
+    regular expression for labels of candidates that are left out."""
     found = [
         Contender(
             label=REFERENCE,
@@ -105,7 +115,7 @@ def contenders(case: Case, group: Group, shapes: Any, *, limit: int) -> tuple[li
             )
             for config in _spread(implementation.candidates(key), limit)
         ]
-    return found, key
+    return [one for one in found if one.label == REFERENCE or not avoid or not re.search(avoid, one.label)], key
 
 
 def _spread(configs: Sequence[Any], limit: int) -> list[Any]:
@@ -122,7 +132,8 @@ def config_fields(config: Any) -> dict[str, Any]:
 def program(
     contender: Contender, case: Case, turns: Callable[[Any], Sequence[Any]], rounds: int
 ) -> Callable[[Any, Any], list[Any]]:
-    """(query, data) -> what is kept of the results of the last of `rounds` rounds, one for each turn."""
+    """(query, data) -> what is kept of the results of the last of `rounds` rounds, one for each turn. `rounds` is a multiple of
+    `rounds_a_pass`."""
 
     def one_round(index: jax.Array, query: Any, data: Any) -> tuple[Any, list[Any]]:
         results = []
@@ -137,13 +148,25 @@ def program(
     def run(query: Any, data: Any) -> list[Any]:
         shapes = jax.eval_shape(one_round, np.int32(0), query, data)[1]
         empty = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-        return lax.fori_loop(0, rounds, lambda index, carry: one_round(index, carry[0], data), (query, empty))[1]
+        each = rounds_a_pass(len(shapes))
+
+        def one_pass(index: jax.Array, carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+            for i in range(each):
+                carry = one_round(index * each + i, carry[0], data)
+            return carry
+
+        return lax.fori_loop(0, rounds // each, one_pass, (query, empty))[1]
 
     return run
 
 
+def rounds_a_pass(calls: int) -> int:
+    """Rounds of so many calls in one pass of the loop."""
+    return -(-CALLS // calls)
+
+
 def run_group(
-    group: Group, *, seed: int, launch_seconds: float, limit: int, peers: Peers, deadline: float
+    group: Group, *, seed: int, launch_seconds: float, limit: int, peers: Peers, deadline: float, avoid: str = ""
 ) -> list[tuple[Case, tuning.Key | None, list[Measured]]]:
     """Compiles all contenders of a group in parallel, then times them one by one.
 
@@ -153,6 +176,7 @@ def run_group(
         limit: candidates of an implementation.
         peers: what else to time for a case.
         deadline: `time.monotonic()` after which nothing is begun.
+        avoid: labels of candidates that are left out; see `contenders`.
     """
     device = tuning.target()
     shapes = jax.eval_shape(lambda: group.data(seed))
@@ -160,21 +184,26 @@ def run_group(
     planned = []
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for case in group.cases:
-            found, key = contenders(case, group, shapes, limit=limit)
+            found, key = contenders(case, group, shapes, limit=limit, avoid=avoid)
             floor = floor_seconds(case, device) or case.bytes / 0.02e12
-            rounds = max(1, math.ceil(launch_seconds / (calls * (floor + CALL_SECONDS))))
+            each = rounds_a_pass(calls)
+            rounds = each * max(1, math.ceil(launch_seconds / (each * calls * (floor + CALL_SECONDS))))
             runs = [(one, pool.submit(_compile, one, case, group, shapes, rounds, deadline)) for one in (*found, *peers(case))]
             planned.append((case, key, rounds, runs))
     if time.monotonic() > deadline:
         return []
     data = jax.block_until_ready(jax.jit(group.data, static_argnums=0)(seed))
     results = []
+    warm = False
     for case, key, rounds, runs in planned:
         if time.monotonic() > deadline:
             results.append((case, key, []))
             continue
         query = jax.jit(case.query)(jax.random.key(seed + 1))
         expected = _expected(case, query, data, group.turns(data), rounds)
+        if not warm:
+            _warm_up(runs[0][1].result(), query, data)
+            warm = True
         measured = [
             _measure(case, contender, compiled.result(), query, data, expected, rounds, device)
             for contender, compiled in runs
@@ -246,7 +275,8 @@ def _measure(
         return measured
     try:
         own = data if contender.data is None else jax.block_until_ready(jax.jit(contender.data)(data))
-        results = jax.block_until_ready(compiled(query, own))  # the first launch records the command buffers
+        with _watched(f"{contender.label} of {case.model} {case.operation.name} {case.name}"):
+            results = jax.block_until_ready(compiled(query, own))  # the first launch records the command buffers
         times = []
         for _ in range(LAUNCHES):
             started = time.perf_counter()
@@ -267,6 +297,29 @@ def _measure(
     except Exception as error:  # as above
         measured.problem = _reason(error)
     return measured
+
+
+def _warm_up(compiled: Any, query: Any, data: Any) -> None:
+    started = time.monotonic()
+    while not isinstance(compiled, str) and time.monotonic() < started + WARM_SECONDS:
+        jax.block_until_ready(compiled(query, data))
+
+
+@contextlib.contextmanager
+def _watched(name: str) -> Iterator[None]:
+    """Ends the process, and says why, if what is inside does not come back."""
+
+    def give_up() -> None:
+        print(f"{name} did not come back in {HUNG_SECONDS:.0f} s; leave it out with --avoid", flush=True)
+        os._exit(70)
+
+    timer = threading.Timer(HUNG_SECONDS, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 _worst_error = jax.jit(worst_error)  # never NaN: what is not finite counts as infinite

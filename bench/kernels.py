@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         group = waiting.pop(0)
         found = run_group(
             group, seed=seed, launch_seconds=args.launch_ms / 1e3, limit=args.candidates,
-            peers=(lambda case: ()) if args.no_peers else peers, deadline=deadline,
+            peers=(lambda case: ()) if args.no_peers else peers, deadline=deadline, avoid=args.avoid,
         )  # fmt: skip
         for case, key, measured in found:
             _report(rows, case, measured, device)
@@ -87,6 +87,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ops", type=names, default=list(GROUPS))
     parser.add_argument("--shapes", type=names, default=["llama-8b", "qwen2.5-1.5b"])
     parser.add_argument("--match", default="", help="a regular expression that the names of the groups must contain")
+    parser.add_argument("--avoid", default="", help="a regular expression for labels of candidates that are left out")
     parser.add_argument("--candidates", type=int, default=12, help="configurations tried for a shape")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds; what matters most comes first")
     parser.add_argument("--launch-ms", type=float, default=20.0, help="device time of one timed launch")

@@ -101,7 +101,8 @@ class StreamKernel:
             scratch["read"] = plgpu.ClusterBarrier(**among_splits)
             if config.reduce == "cluster":
                 scratch["inbox"] = plgpu.SMEM(plan.inbox_shape, self.sum_dtype, transforms=_swizzled(4, plan.piece))
-                scratch["arrived"] = plgpu.Barrier(num_arrivals=config.splits * plan.pair, num_barriers=plan.warpgroups)
+                # One for all warpgroups: a store to a peer signals the wrong one of several (jax 0.11 adds its place twice).
+                scratch["arrived"] = plgpu.Barrier(num_arrivals=config.splits * plan.pair * plan.warpgroups)
             else:
                 mail_shape = (plan.clusters * config.share, plan.parts, *plan.inbox_shape)
                 out_types.append(jax.ShapeDtypeStruct(mail_shape, self.sum_dtype))
@@ -266,7 +267,7 @@ class StreamKernel:
                 @pl.when(finishes)
                 def _(at: int = at, mail: Any = mail) -> None:
                     if config.reduce == "cluster":
-                        plgpu.barrier_wait(refs["arrived"].at[warpgroup])
+                        plgpu.barrier_wait(refs["arrived"])
                     totals = [
                         functools.reduce(
                             jnp.add,
@@ -325,7 +326,7 @@ class StreamKernel:
                     plgpu.async_store_smem(
                         part,
                         refs["inbox"].at[split, half, warpgroup],
-                        refs["arrived"].at[warpgroup],
+                        refs["arrived"],
                         cluster_idx=jnp.int32(to),
                         cluster_dim="split",
                         optimized=False,
