@@ -5,6 +5,7 @@
 - step: (time of 128 output tokens - time of 1) / 127, greedy, end of sequence ignored, token ids as prompts, all requests
   at once: what vLLM was measured by.
 - steady: median time of the launches in which every row decodes, a step of them.
+- host: processor time of the engine's thread for a step of those launches; what it waits for the device does not count.
 - matmuls, attention: those of one step, each timed in a program of its own at the run's mean context;
   efficiency = (matmuls + attention) / steady.
 """
@@ -32,21 +33,25 @@ from pallas_kernels.kv_write import write_kv
 from pallas_kernels.matmul import dense
 from pallas_kernels.paged_attention import paged_attention
 
-VLLM_STEP_MS = {  # one H200, prompt 128, output 128 (bench/results/README.md)
-    "llama-8b": {1: 4.79, 8: 4.79, 32: 5.18, 64: 5.87, 128: 7.09, 256: 10.63},
-    "qwen2.5-1.5b": {1: 2.31, 8: 2.25, 32: 2.09, 64: 3.56, 128: 4.18, 256: 4.74},
-}
+VLLM_STEP_MS = {  # one H200, 128 output tokens (bench/results/README.md): rows and tokens of a prompt
+    "llama-8b": {
+        (1, 128): 4.79, (8, 128): 4.79, (32, 128): 5.18, (64, 128): 5.87, (128, 128): 7.09, (256, 128): 10.63,
+        (1, 8000): 4.99, (32, 4096): 9.19,
+    },
+    "qwen2.5-1.5b": {(1, 128): 2.31, (8, 128): 2.25, (32, 128): 2.09, (64, 128): 3.56, (128, 128): 4.18, (256, 128): 4.74},
+}  # fmt: skip
 
 
 def main() -> None:
     args = _arguments()
-    batches = [int(b) for b in args.batches.split(",")]
+    batches = args.batches
+    prompts = dict(zip(batches, args.prompt * (len(batches) if len(args.prompt) == 1 else 1), strict=True))
     rows = Rows(args.json)
     started = time.perf_counter()
     loaded = load_model(random=args.preset, dtype=args.dtype, scale=0.001)
     jax.block_until_ready(loaded.params)
     rows.add(load_seconds=time.perf_counter() - started)
-    context = args.prompt + args.output
+    context = max(args.prompt) + args.output
     config = EngineConfig(
         max_context=context,
         page_size=args.page_size,
@@ -56,7 +61,6 @@ def main() -> None:
         prefill_chunk=args.tokens_per_step,
         decode_steps=args.decode_steps,
         row_buckets=tuple(sorted({max(batch, min(MIN_ROW_BUCKET, max(batches))) for batch in batches})),
-        token_buckets=(args.tokens_per_step,),
         compile_cache=args.compile_cache,
         prefix_cache=False,  # the same prompts again must cost what they did
     )
@@ -64,29 +68,33 @@ def main() -> None:
     llm = LLM(loaded, engine_config=config)
     programs = [dataclasses.asdict(program) for program in llm.engine.programs]
     rows.add(ready_seconds=time.perf_counter() - started, programs=programs)
-    for batch in batches:
-        step, steady = _step_ms(llm, batch, args), _steady_ms(llm, batch, args)
-        parts = {} if args.no_parts else _parts_ms(llm, batch, args)
+    for batch, prompt in prompts.items():
+        step = _step_ms(llm, batch, prompt, args.output)
+        steady, host = _steady_ms(llm, batch, prompt, args.output)
+        parts = {} if args.no_parts else _parts_ms(llm, batch, prompt + args.output, args.page_size)
         total = sum(parts.values())
         rows.add(
-            preset=args.preset, batch=batch, step_ms=step, steady_ms=steady, tokens_per_second=batch / step * 1e3,
+            preset=args.preset, batch=batch, prompt=prompt, step_ms=step, steady_ms=steady, host_ms=host,
+            tokens_per_second=batch / step * 1e3,
             **{f"{name}_ms": value for name, value in parts.items()},
             efficiency=total / steady if parts else None,
-            vllm_ms=VLLM_STEP_MS.get(args.preset, {}).get(batch),
+            vllm_ms=VLLM_STEP_MS.get(args.preset, {}).get((batch, prompt)),
         )  # fmt: skip
     rows.add(compiles_after_ready=llm.engine.runner.compiles_after_ready)
-    rows.close(["batch", "step_ms", "steady_ms", "tokens_per_second", "matmuls_ms", "attention_ms", "efficiency", "vllm_ms"])
+    rows.close(
+        ["batch", "step_ms", "steady_ms", "host_ms", "tokens_per_second", "matmuls_ms", "attention_ms", "efficiency", "vllm_ms"]
+    )
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--preset", default="llama-8b")
-    parser.add_argument("--batches", default="1,8,32,64,128,256")
-    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--batches", type=_numbers, default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--prompt", type=_numbers, default=[128], help="tokens, one number or one for each batch")
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--decode-steps", type=int, default=8)
-    parser.add_argument("--tokens-per-step", type=int, default=8192)
+    parser.add_argument("--tokens-per-step", type=int, default=16384)
     parser.add_argument("--kv-gib", type=float)
     parser.add_argument("--dtype")
     parser.add_argument("--compile-cache")
@@ -95,40 +103,45 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _step_ms(llm: LLM, batch: int, args: argparse.Namespace) -> float:
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _step_ms(llm: LLM, batch: int, prompt: int, output: int) -> float:
     def seconds(output: int) -> float:
-        prompts = _prompts(llm, batch, args)
+        prompts = _prompts(llm, batch, prompt)
         started = time.perf_counter()
         llm.generate(prompts, SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True))
         return time.perf_counter() - started
 
     seconds(2)
     short = min(seconds(1) for _ in range(3))
-    long = min(seconds(args.output) for _ in range(2))
-    return (long - short) / (args.output - 1) * 1e3
+    long = min(seconds(output) for _ in range(2))
+    return (long - short) / (output - 1) * 1e3
 
 
-def _steady_ms(llm: LLM, batch: int, args: argparse.Namespace) -> float:
-    params = SamplingParams(max_tokens=args.output, temperature=0.0, ignore_eos=True)
-    for prompt in _prompts(llm, batch, args):
-        llm.engine.add_request(prompt, params)
+def _steady_ms(llm: LLM, batch: int, prompt: int, output: int) -> tuple[float, float]:
+    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+    for tokens in _prompts(llm, batch, prompt):
+        llm.engine.add_request(tokens, params)
     steps = llm.engine.config.decode_steps
-    times, before = [], time.perf_counter()
+    times, before = [], np.array([time.perf_counter(), time.thread_time()])
     while llm.engine.has_unfinished:
-        new = sum(len(output.new_token_ids[0]) for output in llm.engine.step())
-        now = time.perf_counter()
+        new = sum(len(news.new_token_ids[0]) for news in llm.engine.step())
+        now = np.array([time.perf_counter(), time.thread_time()])
         if new == batch * steps:
             times.append((now - before) / steps * 1e3)
         before = now
-    return float(np.median(times))
+    steady, host = np.median(times, axis=0)
+    return float(steady), float(host)
 
 
-def _prompts(llm: LLM, batch: int, args: argparse.Namespace) -> list[list[int]]:
+def _prompts(llm: LLM, batch: int, prompt: int) -> list[list[int]]:
     random = np.random.default_rng(batch)
-    return [[int(i) for i in random.integers(0, llm.engine.model_config.num_tokens, args.prompt)] for _ in range(batch)]
+    return [[int(i) for i in random.integers(0, llm.engine.model_config.num_tokens, prompt)] for _ in range(batch)]
 
 
-def _parts_ms(llm: LLM, batch: int, args: argparse.Namespace) -> dict[str, float]:
+def _parts_ms(llm: LLM, batch: int, context: int, page_size: int) -> dict[str, float]:
     engine = llm.engine
     config, params = engine.model_config, engine.runner.params
     assert isinstance(config, ModelConfig)
@@ -145,21 +158,21 @@ def _parts_ms(llm: LLM, batch: int, args: argparse.Namespace) -> dict[str, float
         head = params["embed"] if config.tie_embeddings else params["lm_head"]
         return dense(x, head["weight"], out_dtype=jnp.float32).max(-1)
 
-    width = -(-(args.prompt + args.output) // args.page_size)
+    width = -(-context // page_size)
     pages = batch * width + 1
-    shape = (config.num_layers * pages, config.num_kv_heads, args.page_size, config.head_dim)
+    shape = (config.num_layers * pages, config.num_kv_heads, page_size, config.head_dim)
     cache = KVCache(jnp.ones(shape, hidden.dtype), jnp.ones(shape, hidden.dtype))
     table = jnp.arange(1, pages, dtype=jnp.int32).reshape(batch, width)
-    lengths = jnp.full((batch,), args.prompt + args.output // 2, jnp.int32)  # the mean context of the run
+    lengths = jnp.full((batch,), context - 64, jnp.int32)  # about the mean of the run
     q = jnp.ones((batch, config.num_heads, config.head_dim), hidden.dtype)
     kv = jnp.ones((batch, config.num_kv_heads, config.head_dim), hidden.dtype)
 
     def attention(cache: KVCache, q: jax.Array) -> tuple[KVCache, jax.Array]:
         position = lengths - 1
-        page = jnp.take_along_axis(table, (position // args.page_size)[:, None], 1)[:, 0]
+        page = jnp.take_along_axis(table, (position // page_size)[:, None], 1)[:, 0]
         for index in range(config.num_layers):
             offset = jnp.int32(index * pages)
-            cache = KVCache(*write_kv(cache.k, cache.v, kv, kv, page + offset, position % args.page_size))
+            cache = KVCache(*write_kv(cache.k, cache.v, kv, kv, page + offset, position % page_size))
             q = paged_attention(
                 q, cache.k, cache.v, table, lengths, jnp.arange(batch + 1, dtype=jnp.int32),
                 page_offset=offset, scale=config.head_dim**-0.5, window=0, decode=True,

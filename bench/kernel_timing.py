@@ -2,8 +2,8 @@
 
 Each call of a round has weights or pages of its own, so that the last-level cache does not answer, and waits for the one
 before, through an optimization barrier that also keeps XLA from merging calls that share an operand. Rounds are repeated in a
-loop on the device, so that the host does not count; a pass of the loop holds some sixteen calls, because each costs the host
-a launch. Knows no particular operation.
+loop on the device, so that the host does not count; a pass of the loop holds many calls, because each pass costs a launch.
+Knows no particular operation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ MULTIPLY_TFLOPS = {"NVIDIA H200": 797.0}  # what bf16 matmuls on random data rea
 PEAK_TFLOPS = {"NVIDIA H200": 990.0}
 GAIN = 0.98  # a candidate must take at most this part of the reference's time: less may be noise
 CALL_SECONDS = 5e-6  # what a call costs beside its bytes, about: how long a launch lasts is estimated with it
-CALLS = 16  # of a pass of the loop, at least: with two, a pass's own launch added 6 us to each
+CALLS, PASS_SECONDS = (
+    16,
+    1e-3,
+)  # a pass of the loop has so many calls, or takes so long: with two, its own launch added 6 us to each
 LAUNCHES = 5
 WARM_SECONDS = 0.3  # of launches before a group is timed: the card's clocks fall while programs compile
 HUNG_SECONDS = 30.0  # a launch takes milliseconds; nothing but the end of the process stops a kernel that waits for ever
@@ -130,45 +133,34 @@ def config_fields(config: Any) -> dict[str, Any]:
 
 
 def program(
-    contender: Contender, case: Case, turns: Callable[[Any], Sequence[Any]], rounds: int
+    contender: Contender, case: Case, turns: Callable[[Any], Sequence[Any]], passes: int, rounds: int
 ) -> Callable[[Any, Any], list[Any]]:
-    """(query, data) -> what is kept of the results of the last of `rounds` rounds, one for each turn. `rounds` is a multiple of
-    `rounds_a_pass`."""
+    """(query, data) -> what is kept of the results of the last of `passes * rounds` rounds, one for each turn."""
 
-    def one_round(index: jax.Array, query: Any, data: Any) -> tuple[Any, list[Any]]:
+    def one_pass(index: jax.Array, query: Any, data: Any) -> tuple[Any, list[Any]]:
         results = []
-        for turn in turns(data):
-            call = contender.arguments(query, data, turn, index)
-            # All that comes out of the barrier is used in the end: XLA drops what is not, and with it the call.
-            result = contender.function(*call.args, **call.kwargs)
-            query, kept = lax.optimization_barrier((case.carry(query, result), case.kept(result)))
-            results.append(kept)
+        for number in range(rounds):
+            for turn in turns(data):
+                call = contender.arguments(query, data, turn, index * rounds + number)
+                # All that comes out of the barrier is used in the end: XLA drops what is not, and with it the call.
+                result = contender.function(*call.args, **call.kwargs)
+                query, kept = lax.optimization_barrier((case.carry(query, result), case.kept(result)))
+                results.append(kept)
         return query, results
 
     def run(query: Any, data: Any) -> list[Any]:
-        shapes = jax.eval_shape(one_round, np.int32(0), query, data)[1]
+        shapes = jax.eval_shape(one_pass, np.int32(0), query, data)[1]
         empty = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-        each = rounds_a_pass(len(shapes))
-
-        def one_pass(index: jax.Array, carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
-            for i in range(each):
-                carry = one_round(index * each + i, carry[0], data)
-            return carry
-
-        return lax.fori_loop(0, rounds // each, one_pass, (query, empty))[1]
+        results = lax.fori_loop(0, passes, lambda index, carry: one_pass(index, carry[0], data), (query, empty))[1]
+        return results[-len(turns(data)) :]
 
     return run
 
 
-def rounds_a_pass(calls: int) -> int:
-    """Rounds of so many calls in one pass of the loop."""
-    return -(-CALLS // calls)
-
-
 def run_group(
     group: Group, *, seed: int, launch_seconds: float, limit: int, peers: Peers, deadline: float, avoid: str = ""
-) -> list[tuple[Case, tuning.Key | None, list[Measured]]]:
-    """Compiles all contenders of a group in parallel, then times them one by one.
+) -> Iterator[tuple[Case, tuning.Key | None, list[Measured]]]:
+    """Compiles all contenders of a group in parallel, then times them one by one and gives each case as it is done.
 
     Args:
         seed: of the data.
@@ -186,18 +178,19 @@ def run_group(
         for case in group.cases:
             found, key = contenders(case, group, shapes, limit=limit, avoid=avoid)
             floor = floor_seconds(case, device) or case.bytes / 0.02e12
-            each = rounds_a_pass(calls)
-            rounds = each * max(1, math.ceil(launch_seconds / (each * calls * (floor + CALL_SECONDS))))
-            runs = [(one, pool.submit(_compile, one, case, group, shapes, rounds, deadline)) for one in (*found, *peers(case))]
-            planned.append((case, key, rounds, runs))
+            seconds = calls * (floor + CALL_SECONDS)  # of a round
+            rounds = math.ceil(min(CALLS / calls, max(1, PASS_SECONDS / seconds)))
+            passes = math.ceil(launch_seconds / (rounds * seconds)) or 1
+            every = (*found, *peers(case))
+            runs = [(one, pool.submit(_compile, one, case, group, shapes, passes, rounds, deadline)) for one in every]
+            planned.append((case, key, passes * rounds, runs))
     if time.monotonic() > deadline:
-        return []
+        return
     data = jax.block_until_ready(jax.jit(group.data, static_argnums=0)(seed))
-    results = []
     warm = False
     for case, key, rounds, runs in planned:
         if time.monotonic() > deadline:
-            results.append((case, key, []))
+            yield case, key, []
             continue
         query = jax.jit(case.query)(jax.random.key(seed + 1))
         expected = _expected(case, query, data, group.turns(data), rounds)
@@ -209,8 +202,7 @@ def run_group(
             for contender, compiled in runs
             if time.monotonic() < deadline
         ]
-        results.append((case, key, measured))
-    return results
+        yield case, key, measured
 
 
 def floor_seconds(case: Case, device: str | None) -> float | None:
@@ -247,14 +239,14 @@ def _query_shape(case: Case) -> Any:
     return jax.eval_shape(lambda: case.query(jax.random.key(0)))
 
 
-def _compile(contender: Contender, case: Case, group: Group, shapes: Any, rounds: int, deadline: float) -> Any:
+def _compile(contender: Contender, case: Case, group: Group, shapes: Any, passes: int, rounds: int, deadline: float) -> Any:
     """The executable, or why there is none."""
     if time.monotonic() > deadline:
         return "not compiled in time"
     try:
         query = _query_shape(case)
         own = shapes if contender.data is None else jax.eval_shape(contender.data, shapes)
-        return jax.jit(program(contender, case, group.turns, rounds)).lower(query, own).compile()
+        return jax.jit(program(contender, case, group.turns, passes, rounds)).lower(query, own).compile()
     except Exception as error:  # one that fails must not take the others along
         return _reason(error)
 
@@ -281,7 +273,7 @@ def _measure(
         for _ in range(LAUNCHES):
             started = time.perf_counter()
             results = jax.block_until_ready(compiled(query, own))
-            times.append((time.perf_counter() - started) / (rounds * len(results)))
+            times.append((time.perf_counter() - started) / (rounds * len(expected)))
         measured.seconds = statistics.median(times)
         measured.spread = (max(times) - min(times)) / measured.seconds
         if contender.implementation is not None:

@@ -12,6 +12,7 @@ page and the slots behind each row's end hold NaN. A rate above the memory's own
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import math
 import re
@@ -26,7 +27,7 @@ import numpy as np
 from bench.flash_cases import FLASH_GROUPS
 from bench.int8_cases import INT8_GROUPS
 from bench.kernel_cases import GROUPS as STEP_GROUPS
-from bench.kernel_cases import Case
+from bench.kernel_cases import Case, Group
 from bench.kernel_peers import peers
 from bench.kernel_timing import Measured, config_fields, floor_seconds, run_group, winner
 from bench.rows import Rows
@@ -51,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.tune and device is None:
         raise SystemExit("--tune needs a GPU: there is no table for a CPU")
     command = shlex.join(["python", "-m", "bench.kernels", *(sys.argv[1:] if argv is None else argv)])
-    groups = [group for model in args.shapes for name in args.ops for group in GROUPS[name](model)]
-    waiting = sorted((group for group in groups if re.search(args.match, group.name)), key=lambda group: group.rank)
+    groups = [_of_rows(group, args.rows) for model in args.shapes for name in args.ops for group in GROUPS[name](model)]
+    waiting = sorted((g for g in groups if g.cases and re.search(args.match, g.name)), key=lambda group: group.rank)
     entries: dict[str, list[tuning.Entry]] = {}
     outcomes: list[Outcome] = []
     while waiting and time.monotonic() < deadline:
@@ -71,12 +72,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             # Variants that a key does not tell apart (a window, slopes) follow the plain case, whose choice it is.
             if key is not None and xla is not None and all(entry["key"] != key for entry in known):
                 known.append(_entry(case, best, xla, key, command))
-        if args.tune and device is not None:  # after every group: a run that is cut off keeps what it has
-            tuning.save(tuning.path_of(device) if args.tune is True else Path(args.tune), device, entries)
+                if args.tune and device is not None:  # at once: a run that is cut off keeps what it has
+                    tuning.save(tuning.path_of(device) if args.tune is True else Path(args.tune), device, entries)
     if waiting:
         rows.add(left_out=[group.name for group in waiting])
     _report_steps(rows, outcomes)
     rows.close(["case", "floor_us", "best_us", "TBs", "TFLOPs", "xla_us", "must", "goal", "best"])
+
+
+def _of_rows(group: Group, rows: Sequence[int]) -> Group:
+    return dataclasses.replace(group, cases=tuple(case for case in group.cases if not rows or case.rows in rows))
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -87,6 +92,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ops", type=names, default=list(GROUPS))
     parser.add_argument("--shapes", type=names, default=["llama-8b", "qwen2.5-1.5b"])
     parser.add_argument("--match", default="", help="a regular expression that the names of the groups must contain")
+    parser.add_argument("--rows", type=lambda text: [int(n) for n in names(text)], default=[], help="tokens of the calls timed")
     parser.add_argument("--avoid", default="", help="a regular expression for labels of candidates that are left out")
     parser.add_argument("--candidates", type=int, default=12, help="configurations tried for a shape")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds; what matters most comes first")

@@ -32,8 +32,8 @@ _MANY_REGISTERS = 64  # of a thread; from here on the copy warpgroup hands its o
 
 
 def _swizzled(itemsize: int, width: int) -> tuple[Any, ...]:
-    """Tiles of 8 lines, each as long as a swizzle reaches (128 bytes at most)."""
-    line = min(width * itemsize, 128)
+    """Tiles of 8 lines, each as long as a swizzle that divides the width (128, 64 or 32 bytes)."""
+    line = next(line for line in (128, 64, 32) if width * itemsize % line == 0)
     return plgpu.TilingTransform((8, line // itemsize)), plgpu.SwizzleTransform(line)
 
 

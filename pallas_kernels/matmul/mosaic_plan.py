@@ -17,7 +17,7 @@ import jax.numpy as jnp
 ROW_BLOCK = 64  # rows of weights a warpgroup multiplies: wgmma's M
 _LINE = 128  # bytes of a swizzled line
 K_BLOCK = 64  # what the contraction is a multiple of: bf16 elements of a line
-TOKEN_BLOCK = 8  # tokens a wgmma counts by
+TOKEN_BLOCK = 8  # tokens a wgmma counts by; of int8 more than 32 are counted by 16
 MAX_TOKENS = 256
 """wgmma takes no more columns; beyond it a matmul is no longer bound by the weights."""
 
@@ -219,11 +219,12 @@ def make_plan(key: Mapping[str, int | str], config: Config) -> Plan:
     """Sizes of a call; where XLA adds the sums, gate and up are rows like any other and the sums are float32."""
     after = config.reduce == "after"
     pair = 2 if "activation" in key else 1
-    unit = TOKEN_BLOCK * config.columns
     weight_itemsize, token_itemsize = _ITEMSIZES[key.get("operands", "bfloat16")]
+    tokens_each = math.ceil(int(key["tokens"]) / config.columns)
+    unit = 2 * TOKEN_BLOCK if token_itemsize == 1 and tokens_each > 4 * TOKEN_BLOCK else TOKEN_BLOCK
     return Plan(
         config=config,
-        tokens=math.ceil(int(key["tokens"]) / unit) * unit,
+        tokens=math.ceil(tokens_each / unit) * unit * config.columns,
         rows_out=int(key["out"]) * (pair if after else 1),
         depth=int(key["in"]),
         pair=1 if after else pair,
@@ -261,7 +262,8 @@ def _ranked(key: Mapping[str, int | str]) -> list[Config]:
     few = int(key["tokens"]) <= 64
     found = []
     for rows, columns, splits, share in itertools.product((1, 2, 3, 4, 5), (1, 2), range(1, 9), (1, 2, 4)):
-        if splits * share > MAX_CLUSTER or (few and (columns > 1 or share > 1)):
+        # Both in one cluster hung on the card (4 splits, 2 that share); each alone is right.
+        if splits * share > MAX_CLUSTER or min(splits, share) > 1 or (few and (columns > 1 or share > 1)):
             continue
         for block_k, resident in itertools.product((64, 128, 256), (1, 2)):
             if resident > 1 and (rows > 1 or not few):

@@ -245,7 +245,7 @@ def test_caches_are_written_in_place_from_call_to_call() -> None:
     assert xla.error < 1e-5
     query = jax.eval_shape(case.query, jax.random.key(0))
     data = jax.eval_shape(lambda: group.data(3))
-    compiled = jax.jit(program(xla.contender, case, group.turns, 4)).lower(query, data).compile()
+    compiled = jax.jit(program(xla.contender, case, group.turns, 2, 2)).lower(query, data).compile()
     cache = "f32[" + ",".join(map(str, query[1].shape)) + "]"
     copies = [line for line in compiled.as_text().splitlines() if re.search(rf"= {re.escape(cache)}\S* copy\(", line)]
     assert len(copies) == 2

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.int8_matmul import W8A8, W8A16
+from pallas_kernels.matmul.mosaic_plan import make_plan
 from pallas_kernels.quantized import QuantizedTensor
 
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132))
@@ -86,7 +87,10 @@ def test_every_default_lowers(way, tokens, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "tokens"), [("w8a16", 8), ("w8a16", 64), ("w8a8", 64), ("tiles", 64), ("tiles", 2048)])
+@pytest.mark.parametrize(
+    ("way", "tokens"),
+    [("w8a16", 8), ("w8a16", 64), ("w8a16", 100), ("w8a8", 64), ("w8a8", 200), ("tiles", 64), ("tiles", 2048)],
+)
 @pytest.mark.parametrize("name", ["8b-o", "8b-gate-up", "1.5b-qkv"])
 def test_every_candidate_lowers(way, tokens, name):
     operation, implementation = WAYS[way]
@@ -94,6 +98,19 @@ def test_every_candidate_lowers(way, tokens, name):
     found = operation.implementations[implementation]
     for config in found.candidates(found.shape_key(*args, **{k: run.keywords[k] for k in ("activation", "out_dtype")})):
         lowered(way, name, tokens, config=config)
+
+
+@pytest.mark.parametrize("tokens", [*range(1, 257, 5), 256])
+def test_int8_products_have_sizes_of_the_instruction(tokens):
+    """Only the card's assembler knows them: 8, 16, 24, 32, then every sixteenth."""
+    for name, out in (("plain", 6144), ("gate", 14336)):
+        kernel = W8A8.implementations["mosaic"]
+        run, args = call_of("w8a8", name, tokens, out * (1 + (name == "gate")), 4096, True)
+        key = kernel.shape_key(*args, **{k: run.keywords[k] for k in ("activation", "out_dtype")})
+        for config in kernel.candidates(key):
+            each = make_plan(key, config).tokens_each
+            assert each <= 256
+            assert each % (8 if each <= 32 else 16) == 0
 
 
 def test_layers_share_one_kernel():
