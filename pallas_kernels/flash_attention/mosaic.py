@@ -30,6 +30,9 @@ HEAD_DIMS = (64, 128, 192, 256)
 MAX_BIAS = 1024
 """Distances with a relative bias of their own: they are written out for each tile row."""
 
+MOST_TOKENS = 8192
+"""More than these are tuned as these: each of the CTAs has hundreds of tiles by then."""
+
 INTERPRETED_CTAS = 3
 
 
@@ -70,6 +73,10 @@ class Shape(NamedTuple):
     bias: int
 
 
+def _key(shape: Shape) -> dict[str, int]:
+    return shape._replace(tokens=min(shape.tokens, MOST_TOKENS))._asdict()
+
+
 # ---- contiguous keys: an implementation of flash_attention
 
 
@@ -77,7 +84,7 @@ def shape_key(
     q: Array, k: Array, v: Array, biases: Biases, rows: Rows, *, causal: bool, scale: float, soft_cap: float, return_lse: bool
 ) -> dict[str, int]:
     """The tuning key of a call. Raises UnsupportedShape where `flash_attention` does."""
-    return _contiguous(q, k, biases, rows, causal, scale)._asdict()
+    return _key(_contiguous(q, k, biases, rows, causal, scale))
 
 
 def flash_attention(
@@ -147,7 +154,7 @@ def paged_shape_key(
     relative_bias: Array | None = None,
 ) -> dict[str, int]:
     """The tuning key of a call. Raises UnsupportedShape where `paged_attention` does."""
-    return _paged(q, k_cache, page_table, decode, max_queries, relative_bias, scale)._asdict()
+    return _key(_paged(q, k_cache, page_table, decode, max_queries, relative_bias, scale))
 
 
 def paged_attention(

@@ -170,8 +170,7 @@ class StreamKernel:
         @pl.when(warpgroup < plan.warpgroups)
         def _() -> None:
             if many:
-                registers = min(240, (512 - COPY_REGISTERS) // plan.warpgroups // 8 * 8)
-                plgpu.set_max_registers(registers, action="increase")
+                plgpu.set_max_registers(plan.compute_registers, action="increase")
             self._compute(refs, row_of, split, peer, warpgroup, mine)
 
     def _copy(self, refs: dict[str, Any], row_of: Any, split: Array, total: Array, cta: Array) -> None:

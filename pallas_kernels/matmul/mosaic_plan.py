@@ -210,6 +210,14 @@ class Plan:
         return self.accumulators + (self.config.block_k * 3 // 8 if self.widens else 0)
 
 
+    @property
+    def compute_registers(self) -> int:
+        """Registers a thread of a compute warpgroup has once the copy warpgroup has given its own away. A launch divides a
+        multiprocessor's 512 a lane evenly, in eights; more than those are never there, and who asks waits for ever."""
+        launched = 512 // (self.warpgroups + 1) // 8 * 8
+        return min(240, (launched * (self.warpgroups + 1) - COPY_REGISTERS) // self.warpgroups // 8 * 8)
+
+
 def _divisor(tokens: int, most: int) -> int:
     """The largest multiple of 8 that divides tokens and is at most `most`."""
     return max(n for n in range(TOKEN_BLOCK, min(tokens, most) + 1, TOKEN_BLOCK) if tokens % n == 0)
@@ -262,8 +270,7 @@ def _ranked(key: Mapping[str, int | str]) -> list[Config]:
     few = int(key["tokens"]) <= 64
     found = []
     for rows, columns, splits, share in itertools.product((1, 2, 3, 4, 5), (1, 2), range(1, 9), (1, 2, 4)):
-        # Both in one cluster hung on the card (4 splits, 2 that share); each alone is right.
-        if splits * share > MAX_CLUSTER or min(splits, share) > 1 or (few and (columns > 1 or share > 1)):
+        if splits * share > MAX_CLUSTER or (few and (columns > 1 or share > 1)):
             continue
         for block_k, resident in itertools.product((64, 128, 256), (1, 2)):
             if resident > 1 and (rows > 1 or not few):
@@ -280,11 +287,9 @@ def _ranked(key: Mapping[str, int | str]) -> list[Config]:
 
 
 def _fits(plan: Plan) -> bool:
-    config = plan.config
-    registers = 240 if plan.warpgroups == 1 else min(240, (512 - COPY_REGISTERS) // plan.warpgroups)
     return (
-        plan.tokens // TOKEN_BLOCK % config.share == 0
-        and plan.registers + _OTHER_REGISTERS <= registers
+        plan.tokens // TOKEN_BLOCK % plan.config.share == 0
+        and plan.registers + _OTHER_REGISTERS <= plan.compute_registers
         and plan.shared_bytes <= SHARED_BYTES
     )
 

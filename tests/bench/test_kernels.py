@@ -236,6 +236,22 @@ def test_variants_of_a_prompt_are_different_calls_and_have_a_peer_where_cudnn_ca
     assert seen["window 1024, 2048 tokens"][3] < seen["plain, 2048 tokens"][3]
 
 
+def test_no_call_of_a_pass_is_dropped(group: Group) -> None:
+    """XLA drops what nobody reads: then fewer calls are timed than are counted."""
+    (case,) = group.cases
+    data = jax.eval_shape(lambda: group.data(3))
+    found, _ = contenders(case, group, data, limit=0)
+    query = jax.eval_shape(case.query, jax.random.key(0))
+
+    def products(rounds: int) -> float:
+        compiled = jax.jit(program(found[0], case, group.turns, 2, rounds)).lower(query, data).compile()
+        return compiled.cost_analysis()["flops"]
+
+    one = products(1)
+    assert products(3) == pytest.approx(3 * one, rel=0.02)
+    assert one >= 3 * 2 * 8 * 64 * 32
+
+
 @pytest.mark.usefixtures("tiny_presets")
 def test_caches_are_written_in_place_from_call_to_call() -> None:
     """Copied once a launch, where the loop is entered, and not at each call: a copy would be what is timed."""
