@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llmjax.model.checkpoint.presets import preset_config
+from llmjax.scheduling.buckets import MIN_ROW_BUCKET
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.fused_layer import FUSED_LAYER, MEETINGS, LayerParams, NextParams
 from pallas_kernels.matmul import DENSE, GATED_DENSE, RESIDUAL_DENSE
@@ -221,25 +222,31 @@ def _attention_group(
             "starts": jnp.arange(rows + 1, dtype=jnp.int32),
         }  # fmt: skip
 
-    def arguments(q: jax.Array, data: dict[str, jax.Array], turn: int, round: jax.Array) -> Call:
+    def arguments(q: jax.Array, data: dict[str, jax.Array], turn: int, round: jax.Array, *, live: int) -> Call:
         layer = (round * unrolled + turn) % layers
-        args = (q, data["k"], data["v"], data["table"], data["lengths"], data["starts"])
+        lengths = jnp.where(jnp.arange(rows) < live, data["lengths"], 0)
+        args = (q, data["k"], data["v"], data["table"], lengths, data["starts"])
         scale = float(config.head_dim) ** -0.5
         return Call(args, {"page_offset": layer * pages, "scale": scale, "window": 0, "soft_cap": 0.0, "decode": True})
 
-    case = Case(
-        name=f"{rows} rows x {context}, page {page_size}",
-        operation=PAGED_ATTENTION,
-        model=model,
-        rows=rows,
-        count=config.num_layers,
-        bytes=size,
-        must=must,
-        goal=goal,
-        query=lambda key: jax.random.normal(key, (rows, config.num_heads, config.head_dim), dtype),
-        arguments=arguments,
-    )
-    return Group(name=f"{model} attention {case.name}", cases=(case,), data=data, turns=lambda _: range(unrolled), rank=rank)
+    def case(live: int) -> Case:
+        return Case(
+            name=f"{rows} rows x {context}, page {page_size}" + (f", {live} of them" if live < rows else ""),
+            operation=PAGED_ATTENTION,
+            model=model,
+            rows=rows,
+            count=config.num_layers if live == rows else 0,
+            bytes=size // rows * live,
+            must=must if live == rows else None,
+            goal=goal if live == rows else None,
+            query=lambda key: jax.random.normal(key, (rows, config.num_heads, config.head_dim), dtype),
+            arguments=functools.partial(arguments, live=live),
+        )
+
+    # The smallest batch that programs are made for serves a single row too.
+    cases = (case(rows), case(1)) if rows == MIN_ROW_BUCKET else (case(rows),)
+    name = f"{model} attention {cases[0].name}"
+    return Group(name=name, cases=cases, data=data, turns=lambda _: range(unrolled), rank=rank)
 
 
 def layer_groups(model: str, tokens: Sequence[int] = (8, 32, 64, 16)) -> Iterator[Group]:

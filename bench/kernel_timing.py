@@ -213,12 +213,19 @@ def floor_seconds(case: Case, device: str | None) -> float | None:
     return max(case.bytes / READ_TBS[device], case.flops / MULTIPLY_TFLOPS[device]) / 1e12
 
 
-def winner(measured: Iterable[Measured]) -> tuple[Measured | None, Measured | None]:
-    """The contender for the table, and the reference: None for what did not run or is wrong."""
-    right = [one for one in measured if not one.problem and one.contender.implementation is not None]
+def winner(*cases: Iterable[Measured]) -> tuple[Measured | None, Measured | None]:
+    """The contender for the table, and the reference, as measured in the first case: None for what did not run or is wrong in
+    any. Of several cases the sum of the times counts."""
+    by_label = [{one.contender.label: one for one in measured if one.contender.implementation is not None} for measured in cases]
+    first, *others = by_label
+    right = [one for label, one in first.items() if all(label in case and not case[label].problem for case in by_label)]
+
+    def seconds(one: Measured) -> float:
+        return one.seconds + sum(case[one.contender.label].seconds for case in others)
+
     xla = next((one for one in right if one.contender.implementation == REFERENCE), None)
-    best = min((one for one in right if one is not xla), key=lambda one: one.seconds, default=None)
-    if xla is not None and (best is None or best.seconds > GAIN * xla.seconds):
+    best = min((one for one in right if one is not xla), key=seconds, default=None)
+    if xla is not None and (best is None or seconds(best) > GAIN * seconds(xla)):
         best = xla
     return best, xla
 

@@ -62,16 +62,23 @@ def main(argv: Sequence[str] | None = None) -> None:
             group, seed=seed, launch_seconds=args.launch_ms / 1e3, limit=args.candidates,
             peers=(lambda case: ()) if args.no_peers else peers, deadline=deadline, avoid=args.avoid,
         )  # fmt: skip
+        earlier = {name: list(known) for name, known in entries.items()}
+        together: list[tuple[Case, tuning.Key | None, list[Measured]]] = []
         for case, key, measured in found:
             _report(rows, case, measured, device)
             best, xla = winner(measured)
             if best is None:
                 continue
             outcomes.append((case, best, xla))
-            known = entries.setdefault(case.operation.name, [])
-            # Variants that a key does not tell apart (a window, slopes) follow the plain case, whose choice it is.
-            if key is not None and xla is not None and all(entry["key"] != key for entry in known):
-                known.append(_entry(case, best, xla, key, command))
+            together.append((case, key, measured))
+            # Cases of a group that a key does not tell apart (a full batch, one row in it) choose together. Those of other
+            # groups (a window, slopes) follow the plain one, whose choice it is.
+            same = [(case, measured) for case, other, measured in together if other == key]
+            known = earlier.get(case.operation.name, [])
+            best, xla = winner(*(measured for _, measured in same))
+            if key is not None and best is not None and xla is not None and all(entry["key"] != key for entry in known):
+                kept = [entry for entry in entries.get(case.operation.name, []) if entry["key"] != key]
+                entries[case.operation.name] = [*kept, _entry(same[0][0], best, xla, key, command)]
                 if args.tune and device is not None:  # at once: a run that is cut off keeps what it has
                     tuning.save(tuning.path_of(device) if args.tune is True else Path(args.tune), device, entries)
     if waiting:

@@ -109,9 +109,25 @@ def test_a_gain_within_noise_stays_with_the_reference() -> None:
     peer = Measured(contender=Contender(label="peer", function=scaled, arguments=lambda *a: Call((), {})), seconds=0.1)
     assert winner([peer, xla, measured("kernel", 0.99)]) == (xla, xla)
     fast = measured("kernel", 0.9)
-    assert winner([xla, measured("kernel", 0.95), fast, measured("kernel", 0.5, "WRONG")]) == (fast, xla)
+    assert winner([xla, measured("slower", 0.95), fast, measured("wrong", 0.5, "WRONG")]) == (fast, xla)
     assert winner([measured("xla", 1.0, "INVALID"), fast]) == (fast, None)
     assert winner([]) == (None, None)
+
+
+def test_cases_that_share_a_key_choose_by_the_sum() -> None:
+    def case(xla: float, full: float, one: float, problem: str = "") -> list[Measured]:
+        times = {"xla": xla, "full": full, "one": one}
+        made = {
+            name: Contender(label=name, function=scaled, arguments=lambda *a: Call((), {}), implementation=name) for name in times
+        }
+        return [
+            Measured(contender=made[name], seconds=time, problem=problem if name == "one" else "") for name, time in times.items()
+        ]
+
+    full, one = case(10.0, 4.0, 5.0), case(10.0, 5.0, 1.0)
+    assert winner(full)[0] is full[1]
+    assert winner(full, one) == (full[2], full[0])
+    assert winner(full, case(10.0, 5.0, 1.0, "WRONG"))[0] is full[1]  # wrong in one case: for no case
 
 
 def test_a_run_without_time_says_what_it_left_out(
@@ -155,9 +171,12 @@ def tiny_presets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("tiny_presets")
 def test_attention_data_are_owned_pages_in_nan() -> None:
     group = next(group for group in attention_groups("llama", [16]) if group.cases[0].rows == 8 and "256" in group.name)
-    (case,) = group.cases
+    case, of_one = group.cases
     data = group.data(time.time_ns() % 2**31)
     q = case.query(jax.random.key(1))
+    alone = of_one.arguments(q, data, 0, jnp.int32(0)).args[4]
+    assert alone.tolist() == [data["lengths"][0], *[0] * 7]
+    assert of_one.bytes == case.bytes // 8
     for turn in group.turns(data):
         call = case.arguments(q, data, turn, jnp.int32(1))
         right = attention_in_numpy.paged_attention(
