@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedShape
 from pallas_kernels.matmul import DENSE, GATED_DENSE, RESIDUAL_DENSE, dense, gated_dense, residual_dense
-from pallas_kernels.matmul.mosaic_plan import Config, candidates, default_config, make_plan
+from pallas_kernels.matmul.mosaic_plan import COPY_REGISTERS, Config, candidates, default_config, make_plan
 
 ONE = Config(rows=1, block_k=64, stages=2, clusters=2)
 SPLIT = dataclasses.replace(ONE, splits=2, clusters=1, reduce="global")
@@ -195,3 +195,13 @@ def test_the_default_shares_work_evenly():
         steps = -(-plan.tiles // plan.clusters) * plan.steps * ctas
         assert out * depth / (plan.tile_rows * plan.config.block_k) / steps > 0.9, plan
         assert ctas >= 112, plan
+
+
+@pytest.mark.parametrize("warpgroups", range(1, 8))
+def test_no_warpgroup_asks_for_registers_that_a_launch_has_not(warpgroups):
+    """It would wait for ever, on a card only: a launch gives every thread as many, in eights, of 512 a lane."""
+    plan = make_plan({"tokens": 8, "in": 64, "out": 64}, dataclasses.replace(ONE, rows=warpgroups))
+    launched = 512 // (warpgroups + 1) // 8 * 8
+    assert plan.compute_registers % 8 == 0
+    assert plan.compute_registers <= 240
+    assert plan.compute_registers * warpgroups + COPY_REGISTERS <= launched * (warpgroups + 1)

@@ -13,6 +13,7 @@ from jax import lax
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.flash_attention import shapes as flash_shapes
 from pallas_kernels.fused_layer import MEETINGS, LayerParams, NextParams, fused_layer
+from pallas_kernels.matmul import DENSE, GATED_DENSE, RESIDUAL_DENSE
 from pallas_kernels.paged_attention import mosaic as attention_mosaic
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention import shapes as paged_shapes
@@ -71,6 +72,32 @@ def test_layers_in_a_row_and_again_in_a_loop(tokens):
     for _ in range(100):  # no result depends on who arrives first
         again = steps(x, residual, params, following, implementation="mosaic")
         assert all((a == b).all() for a, b in zip(got, again, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 13, 64, 200, 256])
+@pytest.mark.parametrize(("kind", "out", "depth"), [("bias", 1536, 1024), ("residual", 1024, 3584), ("gated", 4608, 1024)])
+def test_every_candidate_of_the_matmuls(kind, out, depth, tokens):
+    """Splits that a cluster adds up, tokens that it shares, registers that change hands: none shows without a card."""
+    random = np.random.default_rng()
+
+    def normal(*shape):
+        return jnp.asarray(random.standard_normal(shape), jnp.bfloat16)
+
+    x, w = normal(tokens, depth), normal(out, depth) * jnp.bfloat16(depth**-0.5)
+    operation, args, options = {
+        "bias": (DENSE, (normal(out),), {"out_dtype": jnp.float32}),
+        "residual": (RESIDUAL_DENSE, (normal(tokens, out), None), {}),
+        "gated": (GATED_DENSE, ("silu",), {}),
+    }[kind]
+    wide = [a.astype(jnp.float32) if isinstance(a, jax.Array) else a for a in (x, w, *args)]
+    expected = operation(*wide, implementation="xla", **options)
+    kernel = operation.implementations["mosaic"]
+    for config in kernel.candidates(kernel.shape_key(x, w, *args, **options)):
+        run = jax.jit(lambda x, w, config=config: kernel.function(x, w, *args, config=config, **options))
+        got = run(x, w)
+        assert float(worst_error(got, expected)) <= TOLERANCE, config
+        for _ in range(20):  # no result depends on who arrives first
+            np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(run(x, w), np.float32), err_msg=str(config))
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "config"), donate_argnums=(1, 2))
