@@ -41,11 +41,14 @@ class Config(NamedTuple):
         x_slots: slots of shared memory for activations; weights take the others.
         boxes: pieces of the contraction that one copy brings, at most: a copy is one instruction, and narrow columns would
             else be bound by how many of them can be issued.
+        ahead: slots of weights behind those the ring holds that are asked for in the L2 cache, once a matmul, when its
+            first ones fill the ring: memory has something to do while the CTAs meet for longer than the ring lasts.
     """
 
     ctas: int = 132
     x_slots: int = 3
     boxes: int = 8
+    ahead: int = 0
 
 
 class Phase(NamedTuple):
@@ -134,11 +137,12 @@ def candidates(key: Mapping[str, int | str]) -> list[Config]:
     """Configurations worth timing, the one by rule first: room for two steps of the widest copy, and then some."""
     tokens = padded(int(key["tokens"]))
     by_rule = 3 if tokens <= 16 else 4 if tokens <= 32 else 6
-    found: dict[tuple[Phase, ...], Config] = {}
-    for boxes, more in ((8, 0), (8, -1), (8, 1), (8, 2), (4, 0), (2, 0), (1, 0)):
-        config = Config(x_slots=by_rule + more, boxes=boxes)
+    found: dict[tuple[tuple[Phase, ...], int], Config] = {}
+    ways = ((8, 0, 0), (8, -1, 0), (8, 1, 0), (8, 0, 4), (8, 0, 8), (8, 2, 0), (4, 0, 0), (2, 0, 0), (2, 0, 8), (1, 0, 0))
+    for boxes, more, ahead in ways:
+        config = Config(x_slots=by_rule + more, boxes=boxes, ahead=ahead)
         with contextlib.suppress(UnsupportedShape):
-            found.setdefault(plan_phases(key, config), config)
+            found.setdefault((plan_phases(key, config), ahead), config)
     return list(found.values())
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from pallas_kernels.fused_layer import LayerParams, NextParams
 
+_ASKED = 256  # columns of a request to the L2 cache, at most: no more are taken, and only the card would say so
 _SWIZZLE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
@@ -221,15 +222,27 @@ def _x_row(plan: _Plan, slot: Array) -> Array:
 
 def _copy_weights(plan: _Plan, phase: Phase, cta: Array, count: Array, source: Any, view: Any, full: Any, empty: Any) -> None:
     """A CTA's weights of one matmul into the ring, behind `count` slots of others."""
-    first = _first_column(phase, cta)
+    first, slots = _first_column(phase, cta), _steps(phase, cta) * phase.parts
 
-    @pl.loop(0, _steps(phase, cta) * phase.parts)
-    def _(at: Array) -> None:
-        slot = _await_room(count + at, empty, plan.stages)
+    def piece(at: Array, begin: int, length: int) -> Any:
+        """`length` of the contraction's columns of a slot, from its column `begin` on."""
         step, part = lax.div(at, jnp.int32(phase.parts)), lax.rem(at, jnp.int32(phase.parts))
         rows = pl.ds(first + part * phase.columns, phase.width)
-        k = pl.ds(step * (phase.boxes * STEP), phase.boxes * STEP)
-        plgpu.copy_gmem_to_smem(source.at[rows, k], view.at[_weight_rows(plan, phase, slot)], full.at[slot])
+        return source.at[rows, pl.ds(step * (phase.boxes * STEP) + begin, length)]
+
+    @pl.loop(0, slots)
+    def _(at: Array) -> None:
+        slot = _await_room(count + at, empty, plan.stages)
+        whole = piece(at, 0, phase.boxes * STEP)
+        plgpu.copy_gmem_to_smem(whole, view.at[_weight_rows(plan, phase, slot)], full.at[slot])
+        if plan.config.ahead:
+
+            @pl.when(at == plan.stages - 1)
+            def _() -> None:
+                @pl.loop(at + 1, lax.min(at + 1 + plan.config.ahead, slots))
+                def _(later: Array) -> None:
+                    for begin in range(0, phase.boxes * STEP, _ASKED):
+                        plgpu.async_prefetch(piece(later, begin, min(_ASKED, phase.boxes * STEP)))
 
 
 def _copy_activations(plan: _Plan, phase: Phase, cta: Array, source: Any, view: Any, full: Any, empty: Any) -> None:

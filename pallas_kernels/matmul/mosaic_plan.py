@@ -209,7 +209,6 @@ class Plan:
         """Registers a thread needs for its sums and for weights that are widened, before and after."""
         return self.accumulators + (self.config.block_k * 3 // 8 if self.widens else 0)
 
-
     @property
     def compute_registers(self) -> int:
         """Registers a thread of a compute warpgroup has once the copy warpgroup has given its own away. A launch divides a

@@ -94,7 +94,7 @@ def test_kernel_in_the_interpreter(tokens, sizes, activation, last):
     with plgpu.force_gpu_interpret_mode():
         new, qkv, _ = mosaic.fused_layer(
             attention, residual, jnp.zeros(3, jnp.int32), jnp.int32(0), params, None if last else following,
-            activation=activation, eps=EPS, config=mosaic.Config(ctas=8, x_slots=2),
+            activation=activation, eps=EPS, config=mosaic.Config(ctas=8, x_slots=2, ahead=3),
         )  # fmt: skip
     expected = oracle(attention, residual, params, following, activation)
     assert error(new, expected[0]) < 1e-2
@@ -120,6 +120,18 @@ def test_production_shapes_lower(model, tokens, last):
     with use_abstract_mesh(H200):
         traced = jax.jit(call).trace(attention, residual, meetings, layer, params, None if last else following)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize("model", [LLAMA_8B, QWEN_1_5B])
+def test_weights_asked_for_ahead_lower(model):
+    shapes = jax.eval_shape(lambda: make_shapes(8, **model))
+    key = {"tokens": 8, "attention": model["heads"], "next": model["qkv"], "activation": "silu"} | model
+    config = next(config for config in mosaic.candidates(key) if config.ahead)
+    call = functools.partial(mosaic.fused_layer, activation="silu", eps=EPS, config=config)
+    meetings, layer = jax.ShapeDtypeStruct((3,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    with use_abstract_mesh(H200):
+        text = jax.jit(call).trace(*shapes[:2], meetings, layer, *shapes[2:]).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu_v2") == 1
 
 
