@@ -36,10 +36,8 @@ MULTIPLY_TFLOPS = {"NVIDIA H200": 797.0}  # what bf16 matmuls on random data rea
 PEAK_TFLOPS = {"NVIDIA H200": 990.0}
 GAIN = 0.98  # a candidate must take at most this part of the reference's time: less may be noise
 CALL_SECONDS = 5e-6  # what a call costs beside its bytes, about: how long a launch lasts is estimated with it
-CALLS, PASS_SECONDS = (
-    16,
-    1e-3,
-)  # a pass of the loop has so many calls, or takes so long: with two, its own launch added 6 us to each
+CALLS = 16  # in a pass of the loop: with two, the pass's own launch added 6 us to each ...
+PASS_SECONDS = 1e-3  # ... unless they take so long
 LAUNCHES = 5
 WARM_SECONDS = 0.3  # of launches before a group is timed: the card's clocks fall while programs compile
 HUNG_SECONDS = 30.0  # a launch takes milliseconds; nothing but the end of the process stops a kernel that waits for ever
