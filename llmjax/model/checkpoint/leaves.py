@@ -16,7 +16,7 @@ import numpy as np
 from llmjax.errors import ModelError
 from llmjax.model.config import ModelConfig
 from llmjax.model.param_spec import Path as ParamPath
-from llmjax.model.param_spec import Shape, iter_params
+from llmjax.model.param_spec import Shape, iter_params, stacked_rows
 
 _NAMES_IN_MESSAGE = 20
 
@@ -99,7 +99,7 @@ def plan_leaves(config: ModelConfig, naming: Naming) -> list[Leaf]:
         key = ".".join(str(part) for part in (path if layer is None else path[2:]))
         prefix = naming.layer_prefix.format(layer=layer)
         pieces = []
-        for index, (template, rows) in enumerate(zip(naming.names[key], _rows(config, key, shape), strict=True)):
+        for index, (template, rows) in enumerate(zip(naming.names[key], stacked_rows(config, path, shape), strict=True)):
             name = template.format(layer=layer)
             interleaved = layer is not None and name.removeprefix(prefix).startswith(naming.interleaved or ("\0",))
             pieces.append(Piece(name, (rows, *shape[1:]), heads[index] if interleaved else 0))
@@ -139,15 +139,6 @@ def check_tensors(leaves: Iterable[Leaf], reader: TensorReader, naming: Naming, 
 def undo_interleaving(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     """Rows [heads * H, ...] stored as pairs (0, H/2, 1, H/2 + 1, ...) of each head, back to the order of "rotate half"."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def _rows(config: ModelConfig, key: str, shape: Shape) -> tuple[int, ...]:
-    if key.startswith("attention.qkv"):
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        return (q_size, kv_size, kv_size)
-    if key.startswith("mlp.gate_up"):
-        return (config.mlp_size, config.mlp_size)
-    return (shape[0],)
 
 
 def _listed(names: list[str]) -> str:

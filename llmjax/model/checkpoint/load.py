@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from llmjax.errors import ModelError, UnsupportedModelError
 from llmjax.model.checkpoint.describe import open_checkpoint
+from llmjax.model.checkpoint.int8 import weight_struct
 from llmjax.model.checkpoint.leaves import Checkpoint
 from llmjax.model.checkpoint.orbax import load_orbax_params, read_orbax_config
 from llmjax.model.checkpoint.random import DEFAULT_SCALE, random_params
@@ -64,13 +64,13 @@ class PendingParams:
 
 
 def param_structs(config: ModelConfig) -> dict[str, Any]:
-    """The parameter tree of `config` with a `jax.ShapeDtypeStruct` at each leaf."""
+    """The parameter tree of `config` with a `jax.ShapeDtypeStruct` at each leaf; an int8 weight is a `QuantizedTensor` of two."""
     tree: dict[Any, Any] = {}
     for path, shape, dtype in iter_params(config):
         node = tree
         for part in path[:-1]:
             node = node.setdefault(part, {})
-        node[path[-1]] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        node[path[-1]] = weight_struct(shape, dtype)
     return tree
 
 
