@@ -36,7 +36,7 @@ class AttentionInputs(NamedTuple):
 class Linear(nnx.Module):
     """`x @ weight.T + bias`; the weight is stored [out, in], both operands of the product contract over their last axis.
 
-    What is merged in may be a `QuantizedTensor`, or in another dtype than is declared here: `mixed_layer.py` multiplies by either.
+    What is merged in may be a `QuantizedTensor`, or in another dtype than declared: `mixed_layer.py` multiplies by either.
     """
 
     def __init__(self, out_size: int, in_size: int, *, bias: bool, dtype: jnp.dtype) -> None:

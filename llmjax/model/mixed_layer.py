@@ -115,9 +115,7 @@ def _multiply_normed(
     return multiply(rms_norm(x, norm, eps), w, bias, quantization=quantization, activation=activation)
 
 
-def _takes_int8(
-    x: Array, w: QuantizedTensor, bias: Array | None, quantization: Quantization | None, **epilogue: Any
-) -> bool:
+def _takes_int8(x: Array, w: QuantizedTensor, bias: Array | None, quantization: Quantization | None, **epilogue: Any) -> bool:
     if quantization is None:
         raise ValueError("an int8 weight, but the config has no quantization: give the config that came with the parameters")
     return quantization.scheme == "w8a8" and faster_way(x, w, bias, **epilogue) != "w8a16"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from typing import Literal, get_args
 
 from llmjax.errors import UnsupportedModelError
@@ -43,6 +44,10 @@ class Quantization:
                 raise UnsupportedModelError(f"quantization: {name} has no dtype of its own; norms and biases stay as they are")
         if len(dict(self.weights)) != len(self.weights):
             raise UnsupportedModelError("quantization: a weight is named twice")
+
+    def __str__(self) -> str:
+        counts = Counter(dtype for _, dtype in self.weights)
+        return f"{self.scheme}: {', '.join(f'{count} weights {dtype}' for dtype, count in counts.most_common())}"
 
     def dtype_of(self, name: str) -> str | None:
         """What a weight is stored as; None for the config's dtype."""

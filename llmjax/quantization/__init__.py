@@ -1,1 +1,1 @@
-"""Turning a model into an INT8 one, and proving that it is good enough. Above `model`; knows no scheduling, server or pipeline."""
+"""Turning a model into an INT8 one, and proving that it is good enough. Knows no scheduling, server or pipeline."""

@@ -147,7 +147,7 @@ def faster_way(
     activation: Activation | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> str | None:
-    """"w8a16" or "w8a8", whichever the device's table says is faster for such a call of `int8_dense`; None without an entry.
+    """ "w8a16" or "w8a8", whichever the device's table says is faster for such a call of `int8_dense`; None without an entry.
 
     For a caller that quantises earlier, as `rms_norm_quantize` does, and so asks before it has what it multiplies.
     """

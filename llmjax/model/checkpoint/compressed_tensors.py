@@ -1,9 +1,9 @@
 """What a config.json says about int8 weights: compressed-tensors' "int-quantized" layout, read and written. Host only.
 
-The layout (https://github.com/vllm-project/compressed-tensors): a quantised linear is `weight`, int8 [out, in], and `weight_scale`,
-a float for each row [out, 1] or for the tensor; `quantization_config` says how it is multiplied. Read is what is computed here too:
-symmetric 8-bit integers, a scale a channel or tensor, activations as they are or quantised token by token as they come. Everything
-else is refused by name. Beside it our own key keeps what that layout cannot say.
+The layout (https://github.com/vllm-project/compressed-tensors): a quantised linear is `weight`, int8 [out, in], and
+`weight_scale`, a float for each row [out, 1] or for the tensor; `quantization_config` says how it is multiplied. Read is what is
+computed here too: symmetric 8-bit integers, a scale a channel or tensor, activations as they are or quantised token by token as
+they come. Everything else is refused by name. Beside it our own key keeps what that layout cannot say.
 """
 
 from __future__ import annotations

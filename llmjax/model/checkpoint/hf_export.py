@@ -24,7 +24,7 @@ _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"
 def hf_config(config: ModelConfig, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
     """The content of a config.json, without what a quantization adds.
 
-    Raises ModelError with the fields that it cannot say: a family of one's own, rope factors of a GGUF, biases its family has not.
+    Raises ModelError with the fields that it cannot say: a family of one's own, a GGUF's rope factors, biases its family has not.
     """
     if config.family not in _ARCHITECTURES:
         raise ModelError(f"export: no config.json for family {config.family!r}; known: {', '.join(_ARCHITECTURES)}")
@@ -59,7 +59,9 @@ def hf_config(config: ModelConfig, eos_token_ids: tuple[int, ...]) -> dict[str, 
     meant = config.replace(quantization=None, num_tokens=read.num_tokens)
     lost = [field.name for field in dataclasses.fields(config) if getattr(read, field.name) != getattr(meant, field.name)]
     if lost:
-        raise ModelError(f"export: a config.json of family {config.family!r} cannot say {', '.join(lost)}; save with orbax instead")
+        raise ModelError(
+            f"export: a config.json of family {config.family!r} cannot say {', '.join(lost)}; save with orbax instead"
+        )
     return content
 
 

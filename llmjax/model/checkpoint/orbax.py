@@ -96,9 +96,7 @@ def read_orbax_config(path: Path) -> tuple[ModelConfig, tuple[int, ...]]:
         if quantization is not None:
             weights = tuple((str(name), str(dtype)) for name, dtype in quantization["weights"])
             quantization = Quantization(quantization["scheme"], weights)
-        config = ModelConfig(
-            **{**fields, "rope_scaling": scaling, "sliding_windows": windows, "quantization": quantization}
-        )
+        config = ModelConfig(**{**fields, "rope_scaling": scaling, "sliding_windows": windows, "quantization": quantization})
     except (TypeError, KeyError, ValueError) as error:
         raise ModelError(f"{source}: damaged: {error}") from None
     return config, collect_eos_ids([(str(source), content.get("eos_token_ids"))], config.vocab_size)

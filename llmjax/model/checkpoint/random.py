@@ -25,7 +25,7 @@ def random_params(config: ModelConfig, *, seed: int = 0, scale: float = DEFAULT_
     Args:
         config: shapes and dtype.
         seed: the same seed, shapes and dtype give the same weights.
-        scale: matrices are uniform in [-scale, scale), in int8 between the steps of one scale; norm weights are ones, biases zeros.
+        scale: matrices are uniform in [-scale, scale), as int8 with one step for all; norm weights are ones, biases zeros.
     """
     key = jax.random.key(seed)
     params: dict[str, Any] = {}
