@@ -1,6 +1,7 @@
 """Decode steps through the whole engine, beside the same step's matmuls and attention timed apart.
 
     python -m bench.decode --preset llama-8b --batches 1,8,32,64,128,256 --json out.json
+    python -m bench.decode --preset llama-8b --quantize w8a16 --json int8.json
 
 - step: (time of 128 output tokens - time of 1) / 127, greedy, end of sequence ignored, token ids as prompts, all requests
   at once: what vLLM was measured by.
@@ -25,12 +26,15 @@ from bench.rows import Rows
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.llm import LLM
 from llmjax.model.checkpoint.load import load_model
+from llmjax.model.checkpoint.presets import preset_config
 from llmjax.model.config import ModelConfig
 from llmjax.model.kv_cache import KVCache
+from llmjax.model.mixed_layer import multiply
+from llmjax.model.quantization import SCHEMES
+from llmjax.quantization.quantize import plan_quantization
 from llmjax.sampling_params import SamplingParams
 from llmjax.scheduling.buckets import MIN_ROW_BUCKET
 from pallas_kernels.kv_write import write_kv
-from pallas_kernels.matmul import dense
 from pallas_kernels.paged_attention import paged_attention
 
 VLLM_STEP_MS = {  # one H200, 128 output tokens (bench/results/README.md): rows and tokens of a prompt
@@ -48,7 +52,8 @@ def main() -> None:
     prompts = dict(zip(batches, args.prompt * (len(batches) if len(args.prompt) == 1 else 1), strict=True))
     rows = Rows(args.json)
     started = time.perf_counter()
-    loaded = load_model(random=args.preset, dtype=args.dtype, scale=0.001)
+    plan = None if args.quantize is None else plan_quantization(preset_config(args.preset), args.quantize)
+    loaded = load_model(random=args.preset, dtype=args.dtype, scale=0.001, quantization=plan)
     jax.block_until_ready(loaded.params)
     rows.add(load_seconds=time.perf_counter() - started)
     context = max(args.prompt) + args.output
@@ -74,7 +79,7 @@ def main() -> None:
         parts = {} if args.no_parts else _parts_ms(llm, batch, prompt + args.output, args.page_size)
         total = sum(parts.values())
         rows.add(
-            preset=args.preset, batch=batch, prompt=prompt, step_ms=step, steady_ms=steady, host_ms=host,
+            preset=args.preset, quantize=args.quantize, batch=batch, prompt=prompt, step_ms=step, steady_ms=steady, host_ms=host,
             tokens_per_second=batch / step * 1e3,
             **{f"{name}_ms": value for name, value in parts.items()},
             efficiency=total / steady if parts else None,
@@ -97,6 +102,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens-per-step", type=int, default=16384)
     parser.add_argument("--kv-gib", type=float)
     parser.add_argument("--dtype")
+    parser.add_argument("--quantize", choices=SCHEMES, help="linears in int8; the weights are made so on the device")
     parser.add_argument("--compile-cache")
     parser.add_argument("--no-parts", action="store_true")
     parser.add_argument("--json")
@@ -149,14 +155,16 @@ def _parts_ms(llm: LLM, batch: int, context: int, page_size: int) -> dict[str, f
 
     @jax.jit
     def matmuls(params: Any, x: jax.Array) -> jax.Array:
+        def product(x: jax.Array, linear: Any, out_dtype: Any = None) -> jax.Array:
+            return multiply(x, linear["weight"], None, quantization=config.quantization, out_dtype=out_dtype)
+
         for index in range(config.num_layers):
-            layer = params["layers"][index]
-            qkv = dense(x, layer["attention"]["qkv"]["weight"])
-            x = dense(qkv[:, : config.num_heads * config.head_dim], layer["attention"]["out"]["weight"])
-            gate_up = dense(x, layer["mlp"]["gate_up"]["weight"])
-            x = dense(gate_up[:, : config.mlp_size], layer["mlp"]["down"]["weight"])
-        head = params["embed"] if config.tie_embeddings else params["lm_head"]
-        return dense(x, head["weight"], out_dtype=jnp.float32).max(-1)
+            attention, mlp = params["layers"][index]["attention"], params["layers"][index]["mlp"]
+            qkv = product(x, attention["qkv"])
+            x = product(qkv[:, : config.num_heads * config.head_dim], attention["out"])
+            gate_up = product(x, mlp["gate_up"])
+            x = product(gate_up[:, : config.mlp_size], mlp["down"])
+        return product(x, params["embed"] if config.tie_embeddings else params["lm_head"], jnp.float32).max(-1)
 
     width = -(-context // page_size)
     pages = batch * width + 1

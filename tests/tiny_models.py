@@ -15,6 +15,7 @@ import numpy as np
 from llmjax.model.config import ModelConfig, RopeScaling
 from llmjax.model.layers import abstract_params
 from llmjax.model.rope import cos_sin
+from pallas_kernels.quantized import QuantizedTensor
 
 _BASE: dict[str, Any] = {
     "family": "llama", "vocab_size": 301, "hidden_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
@@ -55,8 +56,11 @@ def random_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
 
 
 def naive_logits(params: dict[str, Any], ids: list[int], config: ModelConfig) -> np.ndarray:
-    """Logits [T, V] of a whole sequence, in float64, with full score matrices."""
-    p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+    """Logits [T, V] of a whole sequence, in float64, with full score matrices.
+
+    int8 weights count as what they stand for; under the scheme w8a8 what they multiply is rounded token by token.
+    """
+    p = _in_float64(params, rounds=config.quantization is not None and config.quantization.scheme == "w8a8")
     x = p["embed"]["weight"][ids]
     cos, sin = (np.asarray(a, np.float64) for a in cos_sin(jax.numpy.arange(len(ids)), config))
     for index in range(config.num_layers):
@@ -72,8 +76,8 @@ def naive_logits(params: dict[str, Any], ids: list[int], config: ModelConfig) ->
         h = _linear(layer["mlp"]["gate_up"], _norm(x, layer["mlp_norm"]["weight"], config))
         gate, up = np.split(h, 2, axis=-1)
         x = x + _linear(layer["mlp"]["down"], _activation(gate, config.activation) * up)
-    head = p["embed"]["weight"] if config.tie_embeddings else p["lm_head"]["weight"]
-    logits = _norm(x, p["final_norm"]["weight"], config) @ head.T
+    head = p["embed"] if config.tie_embeddings else p["lm_head"]
+    logits = _linear(head, _norm(x, p["final_norm"]["weight"], config))
     logits[:, config.num_tokens :] = -np.inf
     return logits
 
@@ -97,7 +101,21 @@ def _norm(x: np.ndarray, weight: np.ndarray, config: ModelConfig) -> np.ndarray:
 
 
 def _linear(layer: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    if "rounds" in layer:
+        step = np.abs(x).max(-1, keepdims=True) / 127
+        step = np.where(step == 0, 1.0, step)
+        x = np.round(x / step) * step
     return x @ layer["weight"].T + layer.get("bias", 0.0)
+
+
+def _in_float64(tree: Any, *, rounds: bool) -> Any:
+    if isinstance(tree, QuantizedTensor):
+        assert not tree.packed
+        return np.asarray(tree.qvalue, np.float64) * np.broadcast_to(np.asarray(tree.scale, np.float64), tree.shape[:1])[:, None]
+    if not isinstance(tree, dict):
+        return np.asarray(tree, np.float64)
+    marks = {"rounds": True} if rounds and isinstance(tree.get("weight"), QuantizedTensor) else {}
+    return {key: _in_float64(value, rounds=rounds) for key, value in tree.items()} | marks
 
 
 def _activation(x: np.ndarray, name: str) -> np.ndarray:

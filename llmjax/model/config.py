@@ -10,6 +10,7 @@ import math
 from typing import Any, Literal
 
 from llmjax.errors import UnsupportedModelError
+from llmjax.model.quantization import Quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "factors")
@@ -70,6 +71,7 @@ class ModelConfig:
         qk_norm: RMSNorm over each head's q and k before the rotary embedding.
         activation: gate activation of the MLP.
         dtype: dtype of weights, activations and cache; norms, softmax and logits are computed in float32.
+        quantization: which weights are stored as something else than `dtype`; None for none.
     """
 
     family: str
@@ -93,6 +95,7 @@ class ModelConfig:
     sliding_windows: tuple[int, ...] = ()
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     dtype: str = "float32"
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         if not self.sliding_windows:

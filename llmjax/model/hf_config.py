@@ -65,7 +65,7 @@ def parse_hf_config(config: Mapping[str, Any]) -> ModelConfig:
     """The `ModelConfig` of a config.json.
 
     Args:
-        config: the file's content.
+        config: the file's content. A quantization that is implemented is the caller's to read, and to leave out here.
 
     Returns:
         The config; its dtype is the file's `dtype` (or `torch_dtype`), float32 if there is none. `num_tokens` is the whole

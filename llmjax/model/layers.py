@@ -15,9 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from llmjax.model.config import ModelConfig
 from llmjax.model.kv_cache import KVCache
+from llmjax.model.mixed_layer import Weight, project_normed
 from pallas_kernels.fused_layer import LayerParams, NextParams
-from pallas_kernels.fused_norm import rms_norm
-from pallas_kernels.matmul import dense
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rope_kv_write import rope_kv_write
 
@@ -35,18 +34,18 @@ class AttentionInputs(NamedTuple):
 
 
 class Linear(nnx.Module):
-    """`x @ weight.T + bias`; the weight is stored [out, in], both operands of the product contract over their last axis."""
+    """`x @ weight.T + bias`; the weight is stored [out, in], both operands of the product contract over their last axis.
+
+    What is merged in may be a `QuantizedTensor`, or in another dtype than declared: `mixed_layer.py` multiplies by either.
+    """
 
     def __init__(self, out_size: int, in_size: int, *, bias: bool, dtype: jnp.dtype) -> None:
         self.weight = nnx.Param(jnp.zeros((out_size, in_size), dtype))
         self.bias = nnx.Param(jnp.zeros((out_size,), dtype)) if bias else None
 
-    def arrays(self) -> tuple[Float[Array, "out in"], Float[Array, "out"] | None]:
+    def arrays(self) -> tuple[Weight, Float[Array, "out"] | None]:
         """Weight and bias."""
-        return self.weight[...], None if self.bias is None else self.bias[...]
-
-    def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
-        return dense(x, *self.arrays())
+        return self.weight.get_value(), None if self.bias is None else self.bias[...]
 
 
 class Scale(nnx.Module):
@@ -117,7 +116,7 @@ class Block(nnx.Module):
 
     def project(self, x: Float[Array, "T D"], eps: float) -> Float[Array, "T Q"]:
         """q, k and v of the norm of x."""
-        return self.attention.qkv(rms_norm(x, self.attention_norm.weight[...], eps))
+        return project_normed(x, self.params_in_front(), eps=eps, quantization=self.attention.config.quantization)
 
     def params_behind(self) -> LayerParams:
         """What follows the attention: output projection, norm, MLP."""
@@ -149,7 +148,8 @@ class Decoder(nnx.Module):
 
 
 def abstract_params(config: ModelConfig) -> dict[str, object]:
-    """The parameter tree of `config` as nested dicts of `jax.ShapeDtypeStruct`; nothing is allocated."""
+    """The parameter tree that is declared for `config`, as nested dicts of `jax.ShapeDtypeStruct`; nothing is allocated. What a
+    quantization stores differently is not seen here: see `load.param_structs`."""
     model = nnx.eval_shape(lambda: Decoder(config))
     tree: dict[str, object] = nnx.to_pure_dict(nnx.split(model)[1])
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)

@@ -1,7 +1,8 @@
 """Shapes and dtypes of the parameter tree, as plain data. Host only.
 
 The one description that random weights, checkpoints and their checks share. Matrices are stored [out, in]; `qkv` is the rows
-of q, then k, then v, `gate_up` the rows of gate, then up. Norm weights are float32, everything else is in the config's dtype.
+of q, then k, then v, `gate_up` the rows of gate, then up. Norm weights are float32, everything else is in the config's dtype,
+unless its `quantization` says otherwise: a weight in "int8" is a `QuantizedTensor`, with a float32 scale for each of its rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from llmjax.model.config import ModelConfig
 
 Path = tuple[str | int, ...]
 Shape = tuple[int, ...]
+
+SCALE_BYTES = 4  # a float32 for each row of an int8 weight
 
 
 def param_shapes(config: ModelConfig) -> dict[str, Any]:
@@ -36,8 +39,16 @@ def iter_params(config: ModelConfig) -> Iterator[tuple[Path, Shape, str]]:
 
 
 def param_dtype(path: Path, config: ModelConfig) -> str:
-    """Dtype name of one leaf: float32 for norm weights, else `config.dtype`."""
-    return "float32" if is_norm(path) else config.dtype
+    """Dtype name of one leaf: float32 for norm weights, else what the quantization says, else `config.dtype`."""
+    if is_norm(path):
+        return "float32"
+    stored = None if config.quantization is None else config.quantization.dtype_of(leaf_name(path))
+    return stored or config.dtype
+
+
+def leaf_name(path: Path) -> str:
+    """A leaf's name: its path with dots, such as "layers.3.mlp.down.weight"."""
+    return ".".join(str(part) for part in path)
 
 
 def is_norm(path: Path) -> bool:
@@ -48,6 +59,25 @@ def is_norm(path: Path) -> bool:
 def num_params(config: ModelConfig) -> int:
     """Scalars in the tree."""
     return sum(math.prod(shape) for _, shape, _ in iter_params(config))
+
+
+def param_bytes(config: ModelConfig) -> int:
+    """Bytes of the parameter tree once loaded, scales of int8 weights included."""
+    sizes = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+    return sum(
+        math.prod(shape) * sizes[dtype] + (SCALE_BYTES * shape[0] if dtype == "int8" else 0)
+        for _, shape, dtype in iter_params(config)
+    )
+
+
+def stacked_rows(config: ModelConfig, path: Path, shape: Shape) -> tuple[int, ...]:
+    """Rows of the matrices that a leaf is stacked from: q, k, v; gate, up; else its own."""
+    if "qkv" in path:
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        return (q_size, kv_size, kv_size)
+    if "gate_up" in path:
+        return (config.mlp_size, config.mlp_size)
+    return (shape[0],)
 
 
 def _layer_shapes(config: ModelConfig) -> dict[str, Any]:

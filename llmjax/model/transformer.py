@@ -18,12 +18,12 @@ from llmjax.model.batch import ModelBatch
 from llmjax.model.config import ModelConfig
 from llmjax.model.kv_cache import KVCache
 from llmjax.model.layers import AttentionInputs, Block
+from llmjax.model.mixed_layer import embed, is_uniform, mixed_layer, multiply
 from llmjax.model.rope import cos_sin
 from pallas_kernels.fused_layer import MEETINGS, fused_layer
 from pallas_kernels.fused_norm import rms_norm
-from pallas_kernels.matmul import dense
 
-Params = dict[str, Any]  # nested; leaves are jax.Array; see `layers.abstract_params`
+Params = dict[str, Any]  # nested; leaves are jax.Array | QuantizedTensor; see `param_spec`
 
 
 class _Stream(NamedTuple):
@@ -53,10 +53,17 @@ def _layer(
     assert stream.qkv is not None
     attention, cache = block.attention.attend(stream.qkv, inputs, cache, page_offset, window, decode=decode)
     behind, in_front = block.params_behind(), None if following is None else _block(following, config).params_in_front()
-    residual, next_qkv, meetings = fused_layer(
-        attention, stream.residual, stream.meetings, index, behind, in_front,
-        activation=config.activation, eps=config.norm_eps,
-    )  # fmt: skip
+    if is_uniform(attention.dtype, behind, in_front):
+        residual, next_qkv, meetings = fused_layer(
+            attention, stream.residual, stream.meetings, index, behind, in_front,
+            activation=config.activation, eps=config.norm_eps,
+        )  # fmt: skip
+    else:  # nobody meets: a count is a layer's own, so that this layer's may stay zero
+        meetings = stream.meetings
+        residual, next_qkv = mixed_layer(
+            attention, stream.residual, behind, in_front,
+            quantization=config.quantization, activation=config.activation, eps=config.norm_eps,
+        )  # fmt: skip
     return _Stream(residual, next_qkv, meetings), cache
 
 
@@ -72,7 +79,7 @@ def forward(
     """Run the decoder over a batch of packed tokens.
 
     Args:
-        params: nested dict as `abstract_params(config)` describes.
+        params: nested dict as `param_spec.iter_params(config)` describes.
         batch: tokens and where they belong; see `ModelBatch`.
         kv_cache: holds the rows' earlier tokens. Donate it under `jit` and the update happens in place.
         config: static.
@@ -97,7 +104,7 @@ def _run_layers(
         pages=batch.slot_mapping // page_size, offsets=batch.slot_mapping % page_size,
         page_table=batch.page_table, seq_lens=batch.seq_lens, query_starts=batch.query_starts,
     )  # fmt: skip
-    x = jnp.take(params["embed"]["weight"], batch.tokens, axis=0, mode="clip")
+    x = embed(params["embed"]["weight"], batch.tokens, jnp.dtype(config.dtype))
     layers, tokens = params["layers"], x.shape[0]
     meetings = jnp.zeros((config.num_layers * MEETINGS,), jnp.int32)
     stream = _Stream(x, _block(layers[0], config).project(x, config.norm_eps), meetings)
@@ -118,7 +125,7 @@ def logits(params: Params, hidden: Float[Array, "... D"], *, config: ModelConfig
     """float32 logits of hidden states; padding rows of the vocabulary (ids from `config.num_tokens`) are -inf."""
     head = params["embed"] if config.tie_embeddings else params["lm_head"]
     flat = hidden.reshape(-1, hidden.shape[-1])
-    out = dense(flat, head["weight"], out_dtype=jnp.float32)
+    out = multiply(flat, head["weight"], None, quantization=config.quantization, out_dtype=jnp.float32)
     if config.num_tokens < config.vocab_size:
         out = jnp.where(jnp.arange(config.vocab_size) < config.num_tokens, out, -jnp.inf)
     return out.reshape(*hidden.shape[:-1], config.vocab_size)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from pallas_kernels import tuning
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.gated_activation.xla import ACTIVATIONS
 from pallas_kernels.int8_matmul import choice, mosaic, mosaic_many, mosaic_tiles_plan, xla
@@ -135,6 +136,25 @@ def int8_dense(
     return INT8_DENSE(
         x, w, bias, residual, activation=activation, out_dtype=dtype, upcoming=upcoming, implementation=implementation
     )  # fmt: skip
+
+
+def faster_way(
+    x: Float[Array, "T in"],
+    w: QuantizedTensor,
+    bias: Float[Array, "out"] | None = None,
+    *,
+    residual: Float[Array, "T out"] | None = None,
+    activation: Activation | None = None,
+    out_dtype: DTypeLike | None = None,
+) -> str | None:
+    """ "w8a16" or "w8a8", whichever the device's table says is faster for such a call of `int8_dense`; None without an entry.
+
+    For a caller that quantises earlier, as `rms_norm_quantize` does, and so asks before it has what it multiplies.
+    """
+    dtype = x.dtype if out_dtype is None else out_dtype
+    key = choice.shape_key(x, w, bias, residual, activation=activation, out_dtype=dtype)
+    entry = tuning.lookup("int8_dense", key)
+    return None if entry is None else "w8a8" if entry["implementation"] == "w8a8" else "w8a16"
 
 
 def _check(

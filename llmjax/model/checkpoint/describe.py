@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from typing import Any
@@ -13,7 +12,7 @@ from llmjax.model.checkpoint.orbax import read_orbax_config
 from llmjax.model.checkpoint.safetensors import open_safetensors
 from llmjax.model.checkpoint.source import ModelSource, locate
 from llmjax.model.config import ModelConfig
-from llmjax.model.param_spec import iter_params, num_params
+from llmjax.model.param_spec import iter_params, num_params, param_bytes
 
 
 def describe(
@@ -65,9 +64,3 @@ def open_checkpoint(source: ModelSource, dtype: str | None = None) -> Checkpoint
     """Open a safetensors or gguf source; the caller closes its reader."""
     assert source.path is not None
     return open_gguf(source.path, dtype) if source.kind == "gguf" else open_safetensors(source.path, dtype)
-
-
-def param_bytes(config: ModelConfig) -> int:
-    """Bytes of the parameter tree once loaded as `config.dtype`."""
-    sizes = {"float32": 4, "bfloat16": 2, "float16": 2}
-    return sum(math.prod(shape) * sizes[dtype] for _, shape, dtype in iter_params(config))

@@ -6,8 +6,9 @@ A format contributes a table of names (`Naming`); the shapes come from the confi
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ import numpy as np
 from llmjax.errors import ModelError
 from llmjax.model.config import ModelConfig
 from llmjax.model.param_spec import Path as ParamPath
-from llmjax.model.param_spec import Shape, iter_params
+from llmjax.model.param_spec import Shape, iter_params, stacked_rows
 
 _NAMES_IN_MESSAGE = 20
 
@@ -70,12 +71,16 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of the parameter tree: where it goes, what it is, and the pieces it is stacked from."""
+    """One array of the parameter tree: where it goes, what it is, and the pieces it is stacked from.
+
+    `scales` are those of an int8 weight's pieces: a number for each row, or one for all.
+    """
 
     path: ParamPath
     shape: Shape
     dtype: str
     pieces: tuple[Piece, ...]
+    scales: tuple[Piece, ...] = ()
 
 
 @dataclasses.dataclass
@@ -99,28 +104,36 @@ def plan_leaves(config: ModelConfig, naming: Naming) -> list[Leaf]:
         key = ".".join(str(part) for part in (path if layer is None else path[2:]))
         prefix = naming.layer_prefix.format(layer=layer)
         pieces = []
-        for index, (template, rows) in enumerate(zip(naming.names[key], _rows(config, key, shape), strict=True)):
+        for index, (template, rows) in enumerate(zip(naming.names[key], stacked_rows(config, path, shape), strict=True)):
             name = template.format(layer=layer)
             interleaved = layer is not None and name.removeprefix(prefix).startswith(naming.interleaved or ("\0",))
             pieces.append(Piece(name, (rows, *shape[1:]), heads[index] if interleaved else 0))
-        leaves.append(Leaf(path, shape, dtype, tuple(pieces)))
+        scales = tuple(Piece(f"{piece.name}_scale", piece.shape[:1]) for piece in pieces) if dtype == "int8" else ()
+        leaves.append(Leaf(path, shape, dtype, tuple(pieces), scales))
     return leaves
 
 
-def check_tensors(leaves: Iterable[Leaf], reader: TensorReader, naming: Naming, num_layers: int) -> None:
+def check_tensors(leaves: Sequence[Leaf], reader: TensorReader, naming: Naming, num_layers: int) -> None:
     """Compare the plan with the file's table.
 
     Raises `ModelError` that lists every tensor that is missing, or has another shape than the config says, or belongs to one of
     the layers and is not part of the model (ignoring it would change results). Buffers such as `rotary_emb.inv_freq` are fine.
     """
     pieces = [piece for leaf in leaves for piece in leaf.pieces]
-    missing = [piece.name for piece in pieces if piece.name not in reader.tensors]
+    scales = [piece for leaf in leaves for piece in leaf.scales]
+    missing = [piece.name for piece in (*pieces, *scales) if piece.name not in reader.tensors]
     if missing:
-        raise ModelError(f"{reader.path}: {len(missing)} of {len(pieces)} tensors are missing: {_listed(missing)}")
+        raise ModelError(f"{reader.path}: {len(missing)} of {len(pieces) + len(scales)} tensors are missing: {_listed(missing)}")
     wrong = [
         f"{piece.name} is {list(reader.tensors[piece.name].shape)}, the config says {list(piece.shape)}"
         for piece in pieces
         if tuple(reader.tensors[piece.name].shape) != piece.shape
+    ]
+    wrong += [
+        f"{piece.name} is {list(reader.tensors[piece.name].shape)}, a scale for each of {piece.shape[0]} rows or one for all fits"
+        for piece in scales
+        if math.prod(reader.tensors[piece.name].shape) not in (1, *piece.shape)
+        or tuple(reader.tensors[piece.name].shape) not in ((), (1,), (1, 1), piece.shape, (*piece.shape, 1))
     ]
     if wrong:
         raise ModelError(f"{reader.path}: {len(wrong)} tensors have the wrong shape: {_listed(wrong)}")
@@ -139,15 +152,6 @@ def check_tensors(leaves: Iterable[Leaf], reader: TensorReader, naming: Naming, 
 def undo_interleaving(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     """Rows [heads * H, ...] stored as pairs (0, H/2, 1, H/2 + 1, ...) of each head, back to the order of "rotate half"."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def _rows(config: ModelConfig, key: str, shape: Shape) -> tuple[int, ...]:
-    if key.startswith("attention.qkv"):
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        return (q_size, kv_size, kv_size)
-    if key.startswith("mlp.gate_up"):
-        return (config.mlp_size, config.mlp_size)
-    return (shape[0],)
 
 
 def _listed(names: list[str]) -> str:

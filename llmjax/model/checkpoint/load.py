@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from llmjax.errors import ModelError, UnsupportedModelError
+from llmjax.errors import ConfigError, ModelError, UnsupportedModelError
 from llmjax.model.checkpoint.describe import open_checkpoint
+from llmjax.model.checkpoint.int8 import weight_struct
 from llmjax.model.checkpoint.leaves import Checkpoint
 from llmjax.model.checkpoint.orbax import load_orbax_params, read_orbax_config
 from llmjax.model.checkpoint.random import DEFAULT_SCALE, random_params
@@ -25,6 +25,7 @@ from llmjax.model.checkpoint.source import Kind, locate
 from llmjax.model.checkpoint.stream import Progress, load_leaves
 from llmjax.model.config import DTYPES, ModelConfig
 from llmjax.model.param_spec import iter_params
+from llmjax.model.quantization import Quantization
 
 
 class PendingParams:
@@ -64,13 +65,13 @@ class PendingParams:
 
 
 def param_structs(config: ModelConfig) -> dict[str, Any]:
-    """The parameter tree of `config` with a `jax.ShapeDtypeStruct` at each leaf."""
+    """The parameter tree of `config` with a `jax.ShapeDtypeStruct` at each leaf; an int8 weight is a `QuantizedTensor` of two."""
     tree: dict[Any, Any] = {}
     for path, shape, dtype in iter_params(config):
         node = tree
         for part in path[:-1]:
             node = node.setdefault(part, {})
-        node[path[-1]] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        node[path[-1]] = weight_struct(shape, dtype)
     return tree
 
 
@@ -102,6 +103,7 @@ def load_model(
     dtype: str | None = None,
     seed: int = 0,
     scale: float = DEFAULT_SCALE,
+    quantization: Quantization | None = None,
     progress: Progress | None = None,
     wait: bool = True,
 ) -> LoadedModel:
@@ -113,12 +115,13 @@ def load_model(
         random: a preset ("llama-8b", "qwen2.5-1.5b") or a `ModelConfig`; weights are generated on the device.
         dtype: "float32", "bfloat16" or "float16"; None takes bfloat16 on an accelerator and float32 on CPU. Norms stay float32.
         seed, scale: of random weights only.
+        quantization: of random weights only: which are made as what; an int8 weight is made as int8.
         progress: called with (bytes read, bytes in total) while files are read.
         wait: False returns as soon as the model's config is known and its files were found whole; another thread reads the
             weights, and what it raises comes from `PendingParams.result`.
 
     Raises:
-        ConfigError: none or several sources.
+        ConfigError: none or several sources, or a quantization for files, which have their own.
         UnsupportedModelError: something the model needs is not implemented; no weight was read.
         ModelError: files missing, truncated or damaged.
     """
@@ -128,9 +131,11 @@ def load_model(
     source = locate(path=path, package=package, random=random)
     if source.kind == "random":
         assert source.config is not None
-        config = source.config.replace(dtype=dtype)
+        config = source.config.replace(dtype=dtype, quantization=quantization or source.config.quantization)
         load: Callable[[], dict[str, Any]] = functools.partial(random_params, config, seed=seed, scale=scale)
         return LoadedModel(config, load() if wait else PendingParams(config, load), None, source.kind)
+    if quantization is not None:
+        raise ConfigError("quantization is for random weights; files are loaded first, and then quantised (quantize_params)")
     if source.kind == "orbax":
         assert source.path is not None
         config, eos = read_orbax_config(source.path)

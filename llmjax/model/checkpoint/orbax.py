@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from llmjax.model.checkpoint.eos import collect_eos_ids
 from llmjax.model.checkpoint.json_file import read_json_object
 from llmjax.model.config import ModelConfig, RopeScaling
 from llmjax.model.param_spec import Path as ParamPath
-from llmjax.model.param_spec import iter_params
+from llmjax.model.param_spec import Shape, iter_params
+from llmjax.model.quantization import Quantization
 
 FORMAT = "llmjax-orbax"
 _VERSION = 1
 _PARAMS = "params"
+_QVALUE, _SCALE = "qvalue", "scale"
 
 
 def is_orbax(path: Path) -> bool:
@@ -39,8 +42,8 @@ def save_model(
 
     Args:
         path: must not exist; its parent must.
-        params: the tree `param_shapes(config)` describes; only read.
-        config: stored beside, its dtype included.
+        params: the tree `iter_params(config)` describes; only read. An int8 weight is stored as the two arrays it is made of.
+        config: stored beside, its dtype and quantization included: loading needs nothing else.
         eos_token_ids: stored with the config.
 
     Raises:
@@ -50,14 +53,15 @@ def save_model(
     import orbax.checkpoint as ocp
 
     target = Path(path).absolute()
-    _check_tree({leaf: tuple(value.shape) for leaf, value in _flatten(params).items()}, config, "params")
+    stored = _as_stored(params)
+    _check_tree({leaf: tuple(value.shape) for leaf, value in _flatten(stored).items()}, config, "params")
     if target.exists():
         raise StoreError(f"{target}: exists already; choose another directory or remove it")
     aside: Path | None = None
     try:
         aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(aside / _PARAMS, params)
+            checkpointer.save(aside / _PARAMS, stored)
         content = {
             "format": FORMAT,
             "version": _VERSION,
@@ -88,8 +92,12 @@ def read_orbax_config(path: Path) -> tuple[ModelConfig, tuple[int, ...]]:
         if scaling is not None:
             scaling = RopeScaling(**{**scaling, "frequency_factors": tuple(scaling.get("frequency_factors", ()))})
         windows = tuple(fields.get("sliding_windows", ()))
-        config = ModelConfig(**{**fields, "rope_scaling": scaling, "sliding_windows": windows})
-    except TypeError as error:
+        quantization = fields.get("quantization")
+        if quantization is not None:
+            weights = tuple((str(name), str(dtype)) for name, dtype in quantization["weights"])
+            quantization = Quantization(quantization["scheme"], weights)
+        config = ModelConfig(**{**fields, "rope_scaling": scaling, "sliding_windows": windows, "quantization": quantization})
+    except (TypeError, KeyError, ValueError) as error:
         raise ModelError(f"{source}: damaged: {error}") from None
     return config, collect_eos_ids([(str(source), content.get("eos_token_ids"))], config.vocab_size)
 
@@ -106,7 +114,7 @@ def load_orbax_params(path: Path, config: ModelConfig) -> dict[str, Any]:
     (device,) = jnp.zeros(()).devices()
     sharding = jax.sharding.SingleDeviceSharding(device)
     wanted: dict[str, Any] = {}
-    for leaf, shape, dtype in iter_params(config):
+    for leaf, shape, dtype in _stored_leaves(config):
         node = wanted
         for part in leaf[:-1]:
             node = node.setdefault(part, {})
@@ -122,11 +130,50 @@ def load_orbax_params(path: Path, config: ModelConfig) -> dict[str, Any]:
             params: dict[str, Any] = checkpointer.restore(source, wanted)
         except Exception as error:
             raise ModelError(f"{source}: damaged orbax checkpoint: {_first_line(error)}") from error
-    return params
+    return _as_loaded(params)
+
+
+def _stored_leaves(config: ModelConfig) -> Iterator[tuple[ParamPath, Shape, str]]:
+    """The arrays of a checkpoint: (path, shape, dtype name)."""
+    for path, shape, dtype in iter_params(config):
+        if dtype == "int8":
+            yield (*path, _QVALUE), shape, dtype
+            yield (*path, _SCALE), shape[:1], "float32"
+        else:
+            yield path, shape, dtype
+
+
+def _as_stored(tree: Any) -> Any:
+    """int8 weights as dicts of two arrays, their columns in their own order: reordered on the host, where there is room."""
+    import jax
+    import numpy as np
+
+    from pallas_kernels.quantized import QuantizedTensor, unpack
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, QuantizedTensor):
+            return leaf
+        own = unpack(dataclasses.replace(leaf, qvalue=np.asarray(leaf.qvalue))) if leaf.packed else leaf
+        return {_QVALUE: own.qvalue, _SCALE: own.scale}
+
+    return jax.tree.map(convert, tree, is_leaf=lambda leaf: isinstance(leaf, QuantizedTensor))
+
+
+def _as_loaded(tree: dict[Any, Any]) -> Any:
+    """What `_as_stored` did, undone, in the order of the device; a weight is given up when the next is made."""
+    from llmjax.model.checkpoint.int8 import in_kernel_order
+    from pallas_kernels.quantized import QuantizedTensor
+
+    if tree.keys() == {_QVALUE, _SCALE}:
+        return in_kernel_order(QuantizedTensor(tree.pop(_QVALUE), tree.pop(_SCALE)))
+    for key, child in tree.items():
+        if isinstance(child, dict):
+            tree[key] = _as_loaded(child)
+    return tree
 
 
 def _check_tree(shapes: dict[tuple[str, ...], tuple[int, ...]], config: ModelConfig, where: str) -> None:
-    wanted = {_as_text(leaf): shape for leaf, shape, _ in iter_params(config)}
+    wanted = {_as_text(leaf): shape for leaf, shape, _ in _stored_leaves(config)}
     for problem, leaves in (
         ("are missing", sorted(wanted.keys() - shapes.keys())),
         ("do not belong to the config", sorted(shapes.keys() - wanted.keys())),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmjax.errors import ModelError, UnsupportedModelError
+from llmjax.model.checkpoint.compressed_tensors import find_quantization, read_own, read_scheme
 from llmjax.model.checkpoint.eos import collect_eos_ids
 from llmjax.model.checkpoint.json_file import read_json_object
 from llmjax.model.checkpoint.leaves import Checkpoint, Naming, check_tensors, plan_leaves
@@ -135,13 +136,21 @@ def open_safetensors(path: Path, dtype: str | None = None) -> Checkpoint:
     """
     config_json = read_config(path)
     try:
-        config = parse_hf_config(config_json)
+        scheme = read_scheme(config_json)
+        num_tokens, kept = read_own(config_json)
+        left_out = () if scheme is None else ("quantization_config", "compression_config")
+        config = parse_hf_config({key: value for key, value in config_json.items() if key not in left_out})
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{path}: {error}") from None
-    config = config.replace(num_tokens=_num_tokens(path, config.vocab_size), dtype=dtype or config.dtype)
+    num_tokens = _num_tokens(path, config.vocab_size) if num_tokens is None else num_tokens
+    config = config.replace(num_tokens=num_tokens, dtype=dtype or config.dtype)
     reader = SafetensorsDirectory(path)
     try:
         leaves = plan_leaves(config, HF_NAMING)
+        if scheme is not None:
+            named = [(leaf.path, tuple(piece.name for piece in leaf.pieces)) for leaf in leaves if leaf.path[-1] == "weight"]
+            config = config.replace(quantization=find_quantization(scheme, named, reader.tensors, kept))
+            leaves = plan_leaves(config, HF_NAMING)
         check_tensors(leaves, reader, HF_NAMING, config.num_layers)
     except BaseException:
         reader.close()

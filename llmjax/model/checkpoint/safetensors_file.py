@@ -66,16 +66,17 @@ class SafetensorsFile:
         self._map.close()
 
     def read_into(self, name: str, out: np.ndarray[Any, Any]) -> None:
-        """Copy tensor `name` into the C-contiguous float array `out`, cast to its dtype."""
+        """Copy tensor `name` into the C-contiguous array `out`: floats, cast to its dtype, or int8 as it is."""
         entry = self.tensors[name]
-        if entry.type_name not in _FLOATS:
+        kinds = {"I8": np.int8} if out.dtype == np.int8 else _FLOATS
+        if entry.type_name not in kinds:
             raise UnsupportedModelError(
-                f"{self.path}: tensor {name!r} is {entry.type_name}; weights must be one of {', '.join(_FLOATS)}"
+                f"{self.path}: tensor {name!r} is {entry.type_name}; weights must be one of {', '.join(kinds)}"
             )
         count = math.prod(entry.shape)
         assert out.size == count, (name, out.shape, entry.shape)
         assert out.flags.c_contiguous
-        out.reshape(-1)[:] = np.frombuffer(self._map, np.uint8, entry.num_bytes, entry.offset).view(_FLOATS[entry.type_name])
+        out.reshape(-1)[:] = np.frombuffer(self._map, np.uint8, entry.num_bytes, entry.offset).view(kinds[entry.type_name])
 
 
 def _read_table(path: Path, data: mmap.mmap) -> dict[str, SafetensorsEntry]:
