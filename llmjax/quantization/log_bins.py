@@ -35,7 +35,8 @@ def bin_numbers(magnitudes: np.ndarray) -> np.ndarray:
     """The bin of each magnitude, taken as float32; int64, of the same shape."""
     bits = np.abs(np.asarray(magnitudes, np.float32)).view(np.int32).astype(np.int64)
     first = (LOWEST_EXPONENT + 127) << MANTISSA_BITS
-    return np.clip((bits >> (23 - MANTISSA_BITS)) - first + 1, 0, NUM_BINS - 1)
+    numbers: np.ndarray = np.clip((bits >> (23 - MANTISSA_BITS)) - first + 1, 0, NUM_BINS - 1)
+    return numbers
 
 
 def histogram(magnitudes: np.ndarray) -> np.ndarray:

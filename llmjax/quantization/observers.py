@@ -98,7 +98,8 @@ class Observer:
             edges = self._least_error()
         else:
             raise ConfigError(f"observer {rule!r}; choose one of {', '.join(RULES)}")
-        return np.minimum(edges, self.absmax).astype(np.float32)
+        ranges: np.ndarray = np.minimum(edges, self.absmax).astype(np.float32)
+        return ranges
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The state, to be saved; `restored` makes an observer of it."""
@@ -123,7 +124,8 @@ class Observer:
         errors = _expected_errors(LOWER_EDGES[seen], upper[seen], upper[candidates])
         total = self.counts[:, seen].astype(np.float64) @ errors
         total[candidates[None, :] > np.maximum(top, first)[:, None]] = np.inf
-        return upper[candidates[np.argmin(total, axis=1)]]
+        best: np.ndarray = upper[candidates[np.argmin(total, axis=1)]]
+        return best
 
 
 def _expected_errors(lower: np.ndarray, upper: np.ndarray, ranges: np.ndarray) -> np.ndarray:
