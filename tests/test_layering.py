@@ -34,6 +34,8 @@ HOST_ONLY = [
     "llmjax/model/config.py", "llmjax/model/hf_config.py", "llmjax/model/hf_rope.py", "llmjax/model/config_fields.py",
     "llmjax/model/param_spec.py", "llmjax/model/checkpoint/gguf_file.py",
     "llmjax/quantization/__init__.py", "llmjax/quantization/log_bins.py", "llmjax/quantization/observers.py",
+    "llmjax/quantization/samples.py", "llmjax/quantization/calibration.py", "llmjax/quantization/drift.py",
+    "llmjax/quantization/plan.py",
     "llmjax/engine/config.py", "llmjax/engine/outputs.py", "llmjax/engine/output_processor.py", "llmjax/engine/engine_trace.py",
     "llmjax/engine/tokenizer.py", "llmjax/engine/hf_tokenizer.py", "llmjax/engine/gguf_tokenizer.py",
     "llmjax/engine/token_pieces.py", "llmjax/engine/chat_template.py", "llmjax/engine/detokenizer.py",
