@@ -70,7 +70,7 @@ def check_walkable(params: Params, config: ModelConfig) -> None:
     for name in linear_names(config):
         try:
             weight = linear_params(params, name)["weight"]
-        except (KeyError, IndexError, TypeError):
+        except (KeyError, TypeError):
             raise UnsupportedModelError(
                 f"the parameters of family {config.family!r} have no {name}: only decoders of llmjax.model can be calibrated"
             ) from None

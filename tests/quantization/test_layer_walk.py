@@ -96,7 +96,7 @@ def test_sixteen_samples_and_one_of_every_edge_length_fit() -> None:
 def test_other_models_are_refused() -> None:
     config = CONFIGS["llama"]
     with pytest.raises(UnsupportedModelError, match="only decoders of"):
-        check_walkable({"layers": []}, config)
+        check_walkable({"layers": {}}, config)
     params = random_params(config)
     params["layers"][1]["mlp"]["down"]["weight"] = quantize(jnp.ones((48, 80)))
     with pytest.raises(UnsupportedModelError, match=r"layers\.1\.mlp\.down: the weight is quantised already"):
