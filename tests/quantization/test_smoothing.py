@@ -23,7 +23,7 @@ def with_outliers(name: str) -> dict:
     return params
 
 
-@pytest.mark.parametrize("name", ["llama", "mixed-window"])
+@pytest.mark.parametrize("name", ["qwen2", "mixed-window"])
 @pytest.mark.parametrize("alpha", [0.5, 0.85])
 def test_the_float_model_is_unchanged(name: str, alpha: float) -> None:
     config, params = CONFIGS[name], with_outliers(name)
@@ -62,7 +62,7 @@ def test_wrong_use_is_told() -> None:
         smoothing_factors(np.ones(4), np.ones((2, 3)), alpha=0.5)
     with pytest.raises(ConfigError, match="NaN or infinite"):
         smoothing_factors(np.ones(3), np.full((2, 3), np.nan), alpha=0.5)
-    config, params = CONFIGS["llama"], random_params(CONFIGS["llama"])
+    config, params = CONFIGS["qwen2"], random_params(CONFIGS["qwen2"])
     calibration = calibrate(params, config, [[1]], CalibrateSettings())
     del calibration.linears["layers.1.mlp.gate_up"]
     with pytest.raises(ConfigError, match=r"has no layers\.1\.mlp\.gate_up"):
@@ -70,8 +70,8 @@ def test_wrong_use_is_told() -> None:
 
 
 def test_a_factor_that_does_not_fit_float16_is_refused() -> None:
-    calibration = calibrate(random_params(CONFIGS["llama"]), CONFIGS["llama"], [[1, 2]], CalibrateSettings())
-    config = CONFIGS["llama"].replace(dtype="float16")
+    calibration = calibrate(random_params(CONFIGS["qwen2"]), CONFIGS["qwen2"], [[1, 2]], CalibrateSettings())
+    config = CONFIGS["qwen2"].replace(dtype="float16")
     params = random_params(config)
     calibration.linears["layers.0.attention.qkv"].channel_absmax[:] = 1e7
     with pytest.raises(ConfigError, match=r"layers\.0\.attention\.qkv: smoothing: a factor does not fit"):
