@@ -55,6 +55,7 @@ def measure_sensitivity(
     scheme: Scheme,
     weights: Literal["channel", "tensor"] = "channel",
     sequence_length: int = 1024,
+    kl_samples: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[LinearSensitivity]:
     """The sensitivity of every linear, in order of computation.
@@ -67,6 +68,8 @@ def measure_sensitivity(
         samples: token ids; empty ones are left out, long ones cut at `sequence_length` or the model's context.
         scheme: "w8a16" rounds weights to the nearest of a scale, "w8a8" also what goes in, with a scale a token.
         weights: whether a scale is a row's or the whole matrix's.
+        kl_samples: KL, which takes nearly all of the time, is measured with this many samples, and the others of their group;
+            None for all.
         progress: called with the groups of samples that are done, and of how many.
 
     Raises:
@@ -77,8 +80,8 @@ def measure_sensitivity(
     """
     if scheme not in SCHEMES or weights not in ("channel", "tensor"):
         raise ConfigError(f"sensitivity: choose a scheme of {', '.join(SCHEMES)} and weights by channel or tensor")
-    if sequence_length < 1:
-        raise ConfigError(f"sensitivity: sequence_length must be at least 1, got {sequence_length}")
+    if sequence_length < 1 or (kl_samples is not None and kl_samples < 1):
+        raise ConfigError(f"sensitivity: sequence_length and kl_samples are at least 1, got {sequence_length} and {kl_samples}")
     check_walkable(params, config)
     for name in linear_names(config):
         check_finite(f"{name}.weight", linear_params(params, name)["weight"])
@@ -88,21 +91,40 @@ def measure_sensitivity(
         raise ConfigError("sensitivity: there is no sample with a token: give at least one")
     sums = {name: _Sums() for name in linear_names(config)}
     parts = list(groups([len(sample) for sample in todo], limit))
+    kl_tokens = 0
     for number, group in enumerate(parts):
-        _measure(sums, params, config, pack([todo[index] for index in group]), scheme, weights)
+        packed = pack([todo[index] for index in group])
+        streams = _measure_outputs(sums, params, config, packed, scheme, weights)
+        if kl_samples is None or group.start < kl_samples:
+            _measure_kl(sums, params, config, packed, streams, scheme, weights)
+            kl_tokens += sum(len(todo[index]) for index in group)
         if progress is not None:
             progress(number + 1, len(parts))
-    tokens = sum(len(sample) for sample in todo)
-    return [_result(name, found, linear_params(params, name)["weight"].size, tokens) for name, found in sums.items()]
+    return [_result(name, found, linear_params(params, name)["weight"].size, kl_tokens) for name, found in sums.items()]
 
 
-def _measure(sums: dict[str, _Sums], params: Params, config: ModelConfig, packed: Packed, scheme: Scheme, weights: str) -> None:
+def _measure_outputs(
+    sums: dict[str, _Sums], params: Params, config: ModelConfig, packed: Packed, scheme: Scheme, weights: str
+) -> list[Array]:
+    """Adds the errors of the linears' outputs; the float model's residual stream before each layer, and behind the last."""
     streams = [embed(params, packed)]
     for index in range(config.num_layers):
         x, given = run_layer(params, index, streams[-1], packed, config=config)
         streams.append(x)
         for name, value in given:
             _measure_output(sums[name], name, value, params, packed, scheme, weights)
+    return streams
+
+
+def _measure_kl(
+    sums: dict[str, _Sums],
+    params: Params,
+    config: ModelConfig,
+    packed: Packed,
+    streams: list[Array],
+    scheme: Scheme,
+    weights: str,
+) -> None:
     float_hidden = final_hidden(params, streams[-1], config=config)
     head = {name: node for name, node in params.items() if name != "layers"}
     for index in range(config.num_layers):
@@ -173,9 +195,9 @@ def _kl(
     return jnp.sum(jax.lax.map(of_rows, blocks))
 
 
-def _result(name: str, found: _Sums, size: int, tokens: int) -> LinearSensitivity:
+def _result(name: str, found: _Sums, size: int, kl_tokens: int) -> LinearSensitivity:
     own, near, error, product = found.output
-    kl = found.kl / tokens if np.isfinite(found.kl) else float("inf")
+    kl = found.kl / kl_tokens if np.isfinite(found.kl) else float("inf")
     if not own:  # a linear that gives zeros alone gives them quantised too
         return LinearSensitivity(name, float("inf") if error else 0.0, 0.0 if error else 1.0, kl, size)
     cosine = product / np.sqrt(own * near) if near else 0.0
