@@ -92,30 +92,32 @@ def calibrate(
     check_walkable(params, config)
     chosen, total = _prepared(samples, config, settings)
     limit = min(settings.sequence_length, config.max_positions)
-    todo = [sample[:limit] for sample in chosen]
+    lengths = [min(len(sample), limit) for sample in chosen]
     identity = _identity(chosen, config, settings, model_identity)
     calibration = _begun(directory, identity, params, config)
     calibration.empty = total - len(chosen)
     _warn(chosen, limit, calibration.empty)
     tell = progress or (lambda finished, of: None)
     saved = done = calibration.samples
-    tell(done, len(todo))
-    for group in groups([len(sample) for sample in todo], limit):
+    tell(done, len(chosen))
+    for group in groups(lengths, limit):
         if group.stop <= done:
             continue
-        collect(calibration, params, config, [todo[index] for index in group])
-        calibration.lengths += histogram(np.asarray([len(chosen[index]) for index in group]))
-        calibration.cut += sum(len(chosen[index]) > limit for index in group)
-        if directory is not None and (calibration.samples - saved >= settings.checkpoint_every or group.stop == len(todo)):
+        collect(calibration, params, config, [chosen[index] for index in group], limit=limit)
+        if directory is not None and (calibration.samples - saved >= settings.checkpoint_every or group.stop == len(chosen)):
             calibration.save(directory / CHECKPOINT)
             saved = calibration.samples
-        tell(calibration.samples, len(todo))
+        tell(calibration.samples, len(chosen))
     return calibration
 
 
-def collect(calibration: Calibration, params: Params, config: ModelConfig, samples: Sequence[Sequence[int]]) -> None:
-    """Run at most `ROWS` samples, none empty, and add their statistics; all of them or, when it raises, none."""
-    packed = pack(samples)
+def collect(
+    calibration: Calibration, params: Params, config: ModelConfig, samples: Sequence[Sequence[int]], *, limit: int
+) -> None:
+    """Run at most `ROWS` samples, none empty, each up to `limit` tokens, and add their statistics. Raises `NonFiniteError` as
+    `calibrate` does; nothing is added then.
+    """
+    packed = pack([sample[:limit] for sample in samples])
     x = embed(params, packed)
     seen: list[tuple[str, _Counted]] = []
     for index in range(config.num_layers):
@@ -135,11 +137,13 @@ def collect(calibration: Calibration, params: Params, config: ModelConfig, sampl
         linear.token.add(Summary(*token))
         np.maximum(linear.channel_absmax, channels, out=linear.channel_absmax)
     calibration.samples += len(samples)
-    calibration.tokens += sum(len(sample) for sample in samples)
+    calibration.tokens += sum(min(len(sample), limit) for sample in samples)
+    calibration.cut += sum(len(sample) > limit for sample in samples)
+    calibration.lengths += histogram(np.asarray([len(sample) for sample in samples]))
 
 
 def begin(identity: str, params: Params, config: ModelConfig) -> Calibration:
-    """A calibration that has seen nothing."""
+    """A calibration that has seen nothing; `collect` adds to it. Live traffic is looked at this way, for `drift`."""
     sizes = {name: linear_params(params, name)["weight"].shape[1] for name in linear_names(config)}
     return Calibration(identity, {name: LinearStatistics.empty(size) for name, size in sizes.items()})
 

@@ -61,7 +61,7 @@ class Drift:
 def drift(calibrated: Calibration, live: Calibration) -> Drift:
     """How far `live` is from what was calibrated. Both are of one model, and have samples.
 
-    Live activations are collected as those of a calibration are: `calibrate.collect` over samples of the traffic.
+    Live activations are collected as those of a calibration are, by `calibrate.begin` and `calibrate.collect`.
     Raises `ConfigError` when the two are of different models, or one has no samples.
     """
     if list(calibrated.linears) != list(live.linears):

@@ -26,7 +26,10 @@ def summarise(
         counted: rows that count; None for all.
         granularity: as of `Observer`; a token is a row.
         channel_axis: 1 for activations, whose channels are columns; 0 for weights [out, in], whose channels are rows.
+    Raises ValueError for more values than an int32 counts.
     """
+    if x.size >= 2**31:
+        raise ValueError(f"summarise counts up to 2^31 - 1 values at once, got {list(x.shape)}: give fewer rows")
     magnitudes = jnp.abs(x.astype(jnp.float32))
     weight = jnp.ones((len(x), 1), jnp.int32) if counted is None else counted.astype(jnp.int32)[:, None]
     magnitudes = jnp.where(weight > 0, magnitudes, 0.0)

@@ -7,7 +7,7 @@ import pytest
 from tiny_models import CONFIGS, random_params
 
 from llmjax.errors import ConfigError
-from llmjax.quantization.calibrate import CalibrateSettings, calibrate
+from llmjax.quantization.calibrate import CalibrateSettings, begin, calibrate, collect
 from llmjax.quantization.calibration import Calibration, LinearStatistics
 from llmjax.quantization.drift import chance_level, drift, largest_difference
 from llmjax.quantization.log_bins import histogram
@@ -79,6 +79,18 @@ def test_a_model_with_other_traffic() -> None:
     assert found.above(0.2)[0] == "layers.0.attention.qkv"
     assert found.linears["layers.0.attention.qkv"] > 0.5
     assert "lengths" not in found.above(0.2)
+
+
+def test_live_traffic_is_collected_as_it_comes() -> None:
+    params = random_params(CONFIG)
+    samples = [list(range(length, 2 * length)) for length in (3, 9, 30)]
+    calibrated = calibrate(params, CONFIG, samples, CalibrateSettings(sequence_length=16))
+    live = begin("", params, CONFIG)
+    for sample in samples:
+        collect(live, params, CONFIG, [sample], limit=16)
+    assert (live.samples, live.tokens, live.cut) == (calibrated.samples, calibrated.tokens, calibrated.cut) == (3, 28, 1)
+    assert drift(calibrated, live).lengths == 0
+    assert drift(calibrated, live).worst[1] <= 2 / 28  # rounding may move a token to the next bin
 
 
 def test_tokens_beyond_all_that_was_seen() -> None:
