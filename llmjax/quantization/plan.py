@@ -63,6 +63,13 @@ class Plan:
     keep: Mapping[str, str]
     linears: Mapping[str, Decision]
 
+    def __post_init__(self) -> None:
+        if self.scheme not in SCHEMES:
+            raise ConfigError(f"plan: scheme {self.scheme!r}; choose one of {', '.join(SCHEMES)}")
+        for name, decision in self.linears.items():
+            if decision.dtype not in (*DTYPES, "int8"):
+                raise ConfigError(f"plan: {name}: dtype {decision.dtype!r}; choose int8 or one of {', '.join(DTYPES)}")
+
     @property
     def quantised(self) -> list[str]:
         """Names of the linears whose weights become int8."""
@@ -118,8 +125,6 @@ def make_plan(
         keep: pattern -> float dtype; see `kept_dtype`.
     Raises ConfigError for a scheme, limit or dtype that there is not, or nothing measured.
     """
-    if scheme not in SCHEMES:
-        raise ConfigError(f"scheme {scheme!r}; choose one of {', '.join(SCHEMES)}")
     if max_sensitivity is not None and not 0 <= max_sensitivity < math.inf:
         raise ConfigError(f"max_sensitivity is a relative error, 0 or more, got {max_sensitivity}")
     if not sensitivities:

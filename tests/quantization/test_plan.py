@@ -57,6 +57,13 @@ def test_what_is_no_plan_is_told(text: str) -> None:
         Plan.from_json(text)
 
 
+def test_plans_name_what_there_is() -> None:
+    with pytest.raises(ConfigError, match="w8a16, w8a8"):
+        Plan.from_json(plan().to_json().replace('"w8a8"', '"w4"'))
+    with pytest.raises(ConfigError, match=r"layers\.0\.attention\.qkv: dtype 'int4'"):
+        Plan.from_json(plan().to_json().replace('"int8"', '"int4"'))
+
+
 def test_the_first_pattern_that_fits_decides() -> None:
     keep = {"layers.0": "float32", "layers.*.mlp.down": "bfloat16", "lm_head": "float16"}
     assert kept_dtype("layers.0.mlp.down.weight", keep) == "float32"
