@@ -1,1 +1,4 @@
-"""Turning a model into an INT8 one, and proving that it is good enough. Knows no scheduling, server or pipeline."""
+"""From a float model to an INT8 one: calibration, sensitivity, plan, quality. Above the model, beside the engine.
+
+Modules that only handle numbers already collected import no JAX.
+"""

@@ -1,0 +1,84 @@
+"""SmoothQuant: the outliers of activation channels moved into the weights, where a scale a channel takes them.
+
+Owns the factors and where they are folded in. Pure: arrays in, new arrays out; the given tree is not changed.
+Source: Xiao, Lin, Seznec, Wu, Demouth, Han, SmoothQuant, 2022 (arXiv 2211.10438), equation 4.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from llmjax.errors import ConfigError
+from llmjax.model.config import ModelConfig
+from llmjax.quantization.calibration import Calibration
+from llmjax.quantization.layer_walk import Params, check_walkable
+
+SMOOTHED = (("attention_norm", "attention", "qkv"), ("mlp_norm", "mlp", "gate_up"))
+"""Norm, block and linear: the linears that read a norm, which can give its channels any factor."""
+
+
+def smoothing_factors(activation_absmax: np.ndarray, weight: Float[Array, "out in"], *, alpha: float) -> np.ndarray:
+    """float32 [in]: what a linear's inputs are divided by and its weight's columns are multiplied with.
+
+    max|x|^alpha / max|w|^(1 - alpha) for each channel; 1 for a channel of zeros, which has no outliers to move.
+
+    Args:
+        activation_absmax: [in], as calibration has it.
+        alpha: 0 leaves all difficulty in the activations, 1 moves all of it into the weights.
+    Raises ConfigError for an alpha outside 0..1, sizes that differ, or magnitudes that are not finite.
+    """
+    if not 0 <= alpha <= 1:
+        raise ConfigError(f"smoothing: alpha lies between 0 and 1, got {alpha}")
+    columns = np.asarray(jnp.max(jnp.abs(weight), axis=0), np.float64)
+    inputs = np.asarray(activation_absmax, np.float64)
+    if inputs.shape != columns.shape:
+        raise ConfigError(f"smoothing: {inputs.shape[0]} activation channels for a weight of {columns.shape[0]} columns")
+    if not (np.isfinite(inputs).all() and np.isfinite(columns).all()):
+        raise ConfigError("smoothing: activations or weights are NaN or infinite")
+    factors = np.ones_like(columns)
+    used = (inputs > 0) & (columns > 0)
+    factors[used] = inputs[used] ** alpha / columns[used] ** (1 - alpha)
+    return factors.astype(np.float32)
+
+
+def smooth(params: Params, config: ModelConfig, calibration: Calibration, *, alpha: float = 0.5) -> Params:
+    """The same model with smoother activations: each norm in front of a linear is divided by the factors, which go into the
+    linear's columns. Its outputs are unchanged but for rounding to the weights' dtype.
+
+    The statistics of the smoothed linears no longer hold: calibrate the result again where ranges of activations are wanted.
+
+    Args:
+        params: a float model; shares with the result what is not smoothed.
+        calibration: of this model.
+
+    Raises:
+        ConfigError: alpha is outside 0..1, the calibration is of another model, or a factor does not fit the weights' dtype.
+        UnsupportedModelError: not a float decoder of llmjax.model.
+    """
+    check_walkable(params, config)
+    layers = {}
+    for index in range(config.num_layers):
+        layer = dict(params["layers"][index])
+        for norm, block, linear in SMOOTHED:
+            name = f"layers.{index}.{block}.{linear}"
+            if name not in calibration.linears:
+                raise ConfigError(f"the calibration has no {name}: it is of another model; calibrate this one")
+            node = layer[block][linear]
+            try:
+                factors = smoothing_factors(calibration.linears[name].channel_absmax, node["weight"], alpha=alpha)
+                scale = layer[norm]["weight"] / factors
+                weight = (node["weight"].astype("float32") * factors).astype(node["weight"].dtype)
+                _check_finite(weight, scale)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
+            layer[norm] = layer[norm] | {"weight": scale}
+            layer[block] = layer[block] | {linear: node | {"weight": weight}}
+        layers[index] = layer
+    return params | {"layers": layers}
+
+
+def _check_finite(weight: Array, scale: Array) -> None:
+    if not (jnp.isfinite(weight).all() and jnp.isfinite(scale).all()):
+        raise ConfigError("smoothing: a factor does not fit the dtype of the weights; lower alpha, or load them in float32")

@@ -1,0 +1,91 @@
+"""Plans: what a budget and patterns decide, and that a plan is the same when it is read again."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from llmjax.errors import ConfigError
+from llmjax.quantization.plan import LinearSensitivity, Plan, kept_dtype, make_plan, ranked
+
+FOUND = [
+    LinearSensitivity("layers.0.attention.qkv", 0.01, 0.999, 0.001, 300),
+    LinearSensitivity("layers.0.mlp.down", 0.03, 0.99, 0.002, 100),
+    LinearSensitivity("layers.1.attention.qkv", 0.02, 0.98, 0.003, 300),
+    LinearSensitivity("layers.1.mlp.down", 0.001, 0.9, math.inf, 100),
+]
+
+
+def plan(**options: Any) -> Plan:
+    return make_plan(FOUND, scheme="w8a8", model_dtype="bfloat16", **options)
+
+
+def test_a_budget_keeps_what_is_above_it() -> None:
+    got = plan(max_sensitivity=0.02, keep={"layers.0.attention": "float32", "*norm*": "float32"})
+    assert {name: decision.dtype for name, decision in got.linears.items()} == {
+        "layers.0.attention.qkv": "float32",
+        "layers.0.mlp.down": "bfloat16",
+        "layers.1.attention.qkv": "int8",  # at the limit is within it
+        "layers.1.mlp.down": "bfloat16",  # its KL is infinite
+    }
+    assert got.linears["layers.0.mlp.down"].reason == "relative L2 0.03 is above 0.02"
+    assert got.quantised == ["layers.1.attention.qkv"]
+    assert got.share == 300 / 800
+    assert got.dtype_of("layers.1.attention.qkv.weight") == "int8"
+    assert got.dtype_of("layers.1.attention.qkv.bias") is None
+    assert got.dtype_of("layers.1.mlp_norm.weight") == got.dtype_of("final_norm.weight") == "float32"
+    assert got.dtype_of("embed.weight") is got.dtype_of("lm_head.weight") is None
+
+
+def test_without_a_budget_all_is_quantised_that_can_be() -> None:
+    assert plan().quantised == [found.name for found in FOUND[:3]]
+
+
+def test_it_is_the_same_when_read_again() -> None:
+    for got in (plan(max_sensitivity=0.02, keep={"lm_head": "bfloat16"}), plan()):
+        text = got.to_json()
+        assert Plan.from_json(text) == got
+        json.loads(text, parse_constant=lambda name: pytest.fail(name))  # strict JSON
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 2}', '{"format": 1, "linears": {"a": 3}}'])
+def test_what_is_no_plan_is_told(text: str) -> None:
+    with pytest.raises(ConfigError, match="plan"):
+        Plan.from_json(text)
+
+
+def test_plans_name_what_there_is() -> None:
+    with pytest.raises(ConfigError, match="w8a16, w8a8"):
+        Plan.from_json(plan().to_json().replace('"w8a8"', '"w4"'))
+    with pytest.raises(ConfigError, match=r"layers\.0\.attention\.qkv: dtype 'int4'"):
+        Plan.from_json(plan().to_json().replace('"int8"', '"int4"'))
+
+
+def test_the_first_pattern_that_fits_decides() -> None:
+    keep = {"layers.0": "float32", "layers.*.mlp.down": "bfloat16", "lm_head": "float16"}
+    assert kept_dtype("layers.0.mlp.down.weight", keep) == "float32"
+    assert kept_dtype("layers.10.mlp.down.weight", keep) == "bfloat16"
+    assert kept_dtype("layers.1.mlp.gate_up.weight", keep) is None
+    assert kept_dtype("lm_head.weight", keep) == "float16"
+
+
+def test_the_worst_comes_first() -> None:
+    assert [found.relative_l2 for found in ranked(FOUND)] == [0.03, 0.02, 0.01, 0.001]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_sensitivity": -0.1}, "0 or more"),
+        ({"max_sensitivity": math.nan}, "0 or more"),
+        ({"keep": {"lm_head": "int8"}}, "lm_head: 'int8' is not a dtype to keep"),
+    ],
+)
+def test_wrong_budgets_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(**options)
+    with pytest.raises(ConfigError, match="measure them first"):
+        make_plan([], scheme="w8a8", model_dtype="bfloat16")
