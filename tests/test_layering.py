@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "llmjax.telemetry": set(),
     "llmjax.scheduling": {"errors", "sampling_params", "telemetry"},
     "llmjax.model": {"errors", "telemetry"},
+    "llmjax.quantization": {"errors", "sampling_params", "telemetry", "model"},
     "llmjax.engine": {"errors", "sampling_params", "structured_output", "telemetry", "scheduling", "model"},
     "llmjax.loadtest": {"errors", "sampling_params", "structured_output", "telemetry", "engine"},
     "llmjax.server": {"errors", "sampling_params", "structured_output", "telemetry", "engine"},
@@ -39,7 +40,9 @@ HOST_ONLY = [
     "llmjax/engine/async_engine.py", "llmjax/engine/request_stream.py", "llmjax/engine/engine_client.py",
     "llmjax/engine/health.py", "llmjax/engine/engine_messages.py", "llmjax/engine/engine_socket.py",
     "llmjax/engine/remote_engine.py", "llmjax/engine/engine_state.py", "llmjax/engine/engine_stats.py",
-    "llmjax/engine/engine_view.py",
+    "llmjax/engine/engine_view.py", "llmjax/quantization/agreement.py", "llmjax/quantization/engine_model.py",
+    "llmjax/quantization/gate.py", "llmjax/quantization/loops.py", "llmjax/quantization/quality.py",
+    "llmjax/quantization/scores.py", "llmjax/quantization/tasks.py",
 ]  # fmt: skip
 
 
