@@ -1,7 +1,7 @@
 """How far a candidate is from its baseline on given text: perplexity, agreement of the best token, divergence. Host only.
 
-Texts are streamed: nothing of one is kept when the next is read. Sums are float64. What is not finite is counted and left out
-of the sums, so that the counts, not the sums, say that a model is broken.
+Texts are streamed: of one that was read a float a token is kept, for the percentile of the divergence. Sums are float64. What
+is not finite is counted and left out of the sums, so that the counts, not the sums, say that a model is broken.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from llmjax.quantization.scores import Scorer, Scores, divergence
+from llmjax.quantization.scores import Floats, Scorer, Scores, divergence
 
 BLOCK = 64
 """Positions whose distributions exist at once."""
@@ -30,6 +31,8 @@ class Agreement:
         square_sum: of the differences of the two, squared.
         same_best: tokens before which both models would have said the same.
         kl_sum, kl_max: of KL(baseline || candidate), nats a token.
+        kl_p99: 99th percentile of it. The noise of rounding is much the same everywhere, so that it is a few times the mean; a
+            lost head hits few tokens hard, and shows here first. Unlike the largest it does not grow with the text.
         kl_exact: whether over the whole vocabulary; else it is a lower bound (`scores.divergence`).
         baseline_broken, candidate_broken: tokens at which a model was not finite, or gave a token that came no chance.
         first_broken: (text, token), counted from 0, of the first such place of either; None without any.
@@ -43,6 +46,7 @@ class Agreement:
     same_best: int = 0
     kl_sum: float = 0.0
     kl_max: float = 0.0
+    kl_p99: float = 0.0
     kl_exact: bool = True
     baseline_broken: int = 0
     candidate_broken: int = 0
@@ -95,19 +99,23 @@ class Agreement:
 def compare(baseline: Scorer, candidate: Scorer, texts: Iterable[Sequence[int]], *, block: int = BLOCK) -> Agreement:
     """Read all texts (token ids) with both models, one after the other, `block` positions at a time."""
     total = Agreement()
+    divergences: list[Floats] = []
     for text in texts:
         if len(text) < 2:
             continue
         at = 0
         for ours, theirs in zip(baseline.score(text, block), candidate.score(text, block), strict=True):
-            total = _add(total, ours, theirs, at)
+            kl = divergence(ours, theirs)
+            total, good = _add(total, ours, theirs, kl, at)
+            divergences.append(kl[good])
             at += len(ours.chosen)
         total = dataclasses.replace(total, texts=total.texts + 1)
-    return total
+    p99 = float(np.percentile(np.concatenate(divergences), 99)) if total.tokens else 0.0
+    return dataclasses.replace(total, kl_p99=p99)
 
 
-def _add(total: Agreement, baseline: Scores, candidate: Scores, at: int) -> Agreement:
-    kl = divergence(baseline, candidate)
+def _add(total: Agreement, baseline: Scores, candidate: Scores, kl: Floats, at: int) -> tuple[Agreement, npt.NDArray[np.bool_]]:
+    """The sums with a block more, and which of its tokens are in them."""
     # a token that only the candidate rules out has a KL of infinity even where another one came
     worse = candidate.broken | (~baseline.broken & ~np.isfinite(kl))
     good = ~(baseline.broken | worse)
@@ -115,7 +123,7 @@ def _add(total: Agreement, baseline: Scores, candidate: Scores, at: int) -> Agre
     if first is None and not good.all():
         first = (total.texts, at + int(np.argmin(good)))
     delta = baseline.chosen[good] - candidate.chosen[good]
-    return Agreement(
+    summed = Agreement(
         texts=total.texts,
         tokens=total.tokens + int(good.sum()),
         baseline_nll=total.baseline_nll - float(baseline.chosen[good].sum()),
@@ -129,6 +137,7 @@ def _add(total: Agreement, baseline: Scores, candidate: Scores, at: int) -> Agre
         candidate_broken=total.candidate_broken + int(worse.sum()),
         first_broken=first,
     )
+    return summed, np.asarray(good, np.bool_)
 
 
 def finite_or_none(value: Any) -> Any:

@@ -50,7 +50,8 @@ METRICS: dict[str, Metric] = {
     "perplexity_ratio": Metric("max", "perplexity of the candidate by the baseline's"),
     "top1_agreement": Metric("min", "share of tokens before which both would have said the same"),
     "kl": Metric("max", "mean KL(baseline || candidate), nats a token"),
-    "kl_token": Metric("max", "largest KL(baseline || candidate) of a token, nats"),
+    "kl_p99": Metric("max", "99th percentile of KL(baseline || candidate) over the tokens, nats"),
+    "kl_token": Metric("max", "largest KL(baseline || candidate) of a token, nats; it grows with the text"),
     "loop_rate": Metric("max", "share of the candidate's that run into a loop", of_outputs=True),
     "loop_rate_increase": Metric("max", "that share less the baseline's", of_outputs=True),
     "exact_match_ratio": Metric("min", "tasks that the candidate solves by those the baseline solves", of_outputs=True),
@@ -73,7 +74,8 @@ class Limits:
 
     max_perplexity_ratio: float | None = 1.02
     min_top1_agreement: float | None = 0.95
-    max_kl: float | None = 0.02
+    max_kl: float | None = 0.01
+    max_kl_p99: float | None = 0.04
     max_kl_token: float | None = None
     max_loop_rate: float | None = None
     max_loop_rate_increase: float | None = 0.05
@@ -278,6 +280,7 @@ _FOUND: dict[str, Callable[[Quality], _Found | None]] = {
     "perplexity_ratio": lambda quality: _Found(quality.agreement.perplexity_ratio, why=_why_none(quality)),
     "top1_agreement": lambda quality: _Found(quality.agreement.top1_agreement, why=_why_none(quality)),
     "kl": lambda quality: _Found(quality.agreement.kl_mean, why=_why_none(quality)),
+    "kl_p99": lambda quality: _Found(quality.agreement.kl_p99 if quality.agreement.tokens else None, why=_why_none(quality)),
     "kl_token": lambda quality: _Found(quality.agreement.kl_max if quality.agreement.tokens else None, why=_why_none(quality)),
     "loop_rate": _loop_rate,
     "loop_rate_increase": _loop_rate_increase,

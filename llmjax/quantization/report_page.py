@@ -69,7 +69,8 @@ def _reading(agreement: Mapping[str, Any]) -> str:
         f"Perplexity {_figure_of(agreement['baseline_perplexity'])} -> {_figure_of(agreement['candidate_perplexity'])}, "
         f"ratio {_fine(agreement['perplexity_ratio'])} "
         f"± {_figure_of(agreement['perplexity_ratio_error'])}; the same best token {_percent(agreement['top1_agreement'])}; "
-        f"KL {_figure_of(agreement['kl_mean'])} nats a token, at most {_figure_of(agreement['kl_max'])}"
+        f"KL {_figure_of(agreement['kl_mean'])} nats a token, "
+        f"99 % below {_figure_of(agreement['kl_p99'])}, at most {_figure_of(agreement['kl_max'])}"
         f"{'' if agreement['kl_exact'] else ' (lower bounds, from the best tokens alone)'}."
     )
     return f"<p>{escape(text)}</p>"

@@ -50,6 +50,7 @@ def test_measures_are_their_formulas_over_ragged_texts_in_any_block(block):
     assert found.top1_agreement == (p.argmax(-1) == q.argmax(-1)).mean()
     assert found.kl_mean == pytest.approx(kl.mean(), rel=1e-12)
     assert found.kl_max == pytest.approx(kl.max(), rel=1e-12)
+    assert found.kl_p99 == pytest.approx(np.percentile(kl, 99), rel=1e-12)
     error = np.std((p - q)[rows, came], ddof=1) / math.sqrt(len(came)) * found.perplexity_ratio
     assert found.perplexity_ratio_error == pytest.approx(error, rel=1e-9)
     assert found.kl_exact

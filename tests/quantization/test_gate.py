@@ -50,7 +50,9 @@ def test_a_sound_candidate_passes_every_check():
     [
         (read(candidate_nll=10000.0 + 5000 * math.log(1.0201)), "perplexity_ratio"),
         (read(same_best=4749), "top1_agreement"),
-        (read(kl_sum=100.1), "kl"),
+        (read(kl_sum=50.1), "kl"),
+        (read(kl_p99=0.041), "kl_p99"),
+        (read(kl_p99=math.nan), "kl_p99"),
         (dataclasses.replace(SOUND, loops=Paired(4, 0, 20, 40)), "loop_rate_increase"),
         (dataclasses.replace(SOUND, exact_match=Paired(20, 11, 0, 19)), "exact_match_ratio"),
         (dataclasses.replace(SOUND, arithmetic=Paired(20, 23, 2, 19)), "arithmetic_drop"),
@@ -76,7 +78,7 @@ def test_one_thing_wrong_refuses_by_its_name(quality, refused, on_fail):
 
 
 def test_values_on_the_limit_pass():
-    assert judge(read(same_best=4750, kl_sum=100.0)).passed
+    assert judge(read(same_best=4750, kl_sum=50.0)).passed
 
 
 def test_the_reason_says_how_much_is_needed_and_where_it_broke():
