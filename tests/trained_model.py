@@ -26,7 +26,7 @@ _ROWS = 16
 
 def texts(count: int, seed: int) -> list[list[int]]:
     """Texts of the language, `LENGTH` tokens each."""
-    table = np.random.default_rng(1).integers(0, CONFIG.num_tokens, (CONFIG.num_tokens, 8, 2))
+    table = np.random.default_rng(1).integers(0, CONFIG.num_tokens, (CONFIG.num_tokens, 2, 2))
     random = np.random.default_rng(seed)
     found = []
     for _ in range(count):
@@ -38,7 +38,7 @@ def texts(count: int, seed: int) -> list[list[int]]:
             elif random.random() < 0.05:
                 ids.append(int(random.integers(0, CONFIG.num_tokens)))
             else:
-                ids.append(int(table[ids[-1], ids[-2] % 8, int(random.random() < 0.25)]))  # one way alone would run in circles
+                ids.append(int(table[ids[-1], ids[-2] % 2, int(random.random() < 0.25)]))  # one way alone would run in circles
         found.append(ids[:LENGTH])
     return found
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from llmjax.errors import ConfigError
-from llmjax.quantization.agreement import finite_or_none
+from llmjax.quantization.agreement import Agreement, finite_or_none
 from llmjax.quantization.quality import Quality
 from llmjax.quantization.tasks import Paired
 
@@ -63,8 +63,9 @@ METRICS: dict[str, Metric] = {
 class Limits:
     """What a candidate must keep to. None does not ask; the names are those of `METRICS` behind max_ or min_.
 
-    The defaults are for int8 of sound make: on SmolLM2-135M it stays well within them and damage to a single layer or scale does
-    not (`bench/gate_power.py`).
+    The defaults leave twice the room that int8 weights with a scale a channel take on SmolLM2-135M, where rounding costs much
+    for the size of the model. A scale, a layer or a whole blind int8 that is wrong is far outside of them. One lost head of
+    hundreds may be inside: see `beside` (`bench/gate_power.py` has figures). int8 activations cost more than weights do.
 
     Attributes:
         min_tokens: tokens of text to be read before anything is said about them.
@@ -118,6 +119,20 @@ class Limits:
             fields[f"{bound}_{name}"] = one[bound]
             required.add(name) if one[bound] is not None else required.discard(name)
         return cls(**{"required": frozenset(required)} | fields | options)
+
+    @classmethod
+    def beside(cls, reference: Agreement, *, factor: float = 1.5, **options: Any) -> Limits:
+        """Sharper limits where it is known what a sound candidate costs: its divergences times `factor`; else the defaults.
+
+        `reference` is of plain int8 rounding of the same weights with a scale a channel, over the same texts. How much that
+        diverges depends on the model far more than on chance, so that lost heads show which the defaults let through. For
+        weight-only candidates: rounding activations as well diverges several times as much.
+
+        Raises `ConfigError` when the reference is not sound itself.
+        """
+        if not reference.tokens or reference.baseline_broken or reference.candidate_broken:
+            raise ConfigError("limits beside a reference need one that was read and was finite everywhere")
+        return cls(**{"max_kl": factor * reference.kl_sum / reference.tokens, "max_kl_p99": factor * reference.kl_p99} | options)
 
     def of_metric(self, name: str) -> float | None:
         """The limit of one metric."""

@@ -106,6 +106,18 @@ def test_what_is_not_asked_for_is_skipped_and_what_is_named_must_be_measured():
     assert judge(dataclasses.replace(bare, loops=None), without).passed
 
 
+def test_limits_beside_a_sound_reference():
+    reference = dataclasses.replace(SOUND.agreement, kl_p99=0.02)
+    limits = Limits.beside(reference, factor=1.5, min_tokens=7)
+    assert (limits.max_kl, limits.max_kl_p99, limits.min_tokens) == (1.5 * 15 / 5000, pytest.approx(0.03), 7)
+    assert judge(read(kl_p99=0.029), limits).passed
+    assert judge(read(kl_p99=0.031), limits).refused == ("kl_p99",)
+    assert judge(read(kl_sum=23.0), limits).refused == ("kl",)
+    for broken in (Agreement(), dataclasses.replace(reference, candidate_broken=1)):
+        with pytest.raises(ConfigError, match="finite everywhere"):
+            Limits.beside(broken)
+
+
 def test_limits_as_yaml_has_them():
     limits = Limits.of([{"metric": "perplexity_ratio", "max": 40}, {"metric": "loop_rate", "max": 0.01}], min_tokens=10)
     assert (limits.max_perplexity_ratio, limits.max_loop_rate, limits.min_tokens) == (40, 0.01, 10)
