@@ -21,16 +21,27 @@ ALLOWED: dict[str, set[str]] = {
     "llmjax.telemetry": set(),
     "llmjax.scheduling": {"errors", "sampling_params", "telemetry"},
     "llmjax.model": {"errors", "telemetry"},
-    "llmjax.quantization": {"errors", "telemetry", "model"},
+    "llmjax.page": set(),
+    "llmjax.quantization": {"errors", "sampling_params", "telemetry", "model", "page"},
     "llmjax.engine": {"errors", "sampling_params", "structured_output", "telemetry", "scheduling", "model"},
-    "llmjax.loadtest": {"errors", "sampling_params", "structured_output", "telemetry", "engine"},
+    "llmjax.loadtest": {"errors", "sampling_params", "structured_output", "telemetry", "engine", "page"},
     "llmjax.server": {"errors", "sampling_params", "structured_output", "telemetry", "engine"},
-    "llmjax.pipeline": {"errors", "sampling_params", "structured_output", "telemetry", "engine", "server", "model", "loadtest"},
+    "llmjax.pipeline": {
+        "errors",
+        "sampling_params",
+        "structured_output",
+        "telemetry",
+        "engine",
+        "server",
+        "model",
+        "loadtest",
+        "quantization",
+    },
     "llmjax.cli": {"errors", "sampling_params", "structured_output", "telemetry", "engine", "server", "model", "pipeline"},
 }
 HOST_ONLY = [
     "llmjax/__init__.py", "llmjax/errors.py", "llmjax/sampling_params.py", "llmjax/structured_output.py", "llmjax/cli",
-    "llmjax/scheduling", "llmjax/telemetry", "llmjax/server", "llmjax/pipeline", "llmjax/loadtest",
+    "llmjax/scheduling", "llmjax/telemetry", "llmjax/server", "llmjax/pipeline", "llmjax/loadtest", "llmjax/page",
     "llmjax/model/config.py", "llmjax/model/hf_config.py", "llmjax/model/hf_rope.py", "llmjax/model/config_fields.py",
     "llmjax/model/param_spec.py", "llmjax/model/checkpoint/gguf_file.py",
     "llmjax/model/quantization.py", "llmjax/model/checkpoint/compressed_tensors.py", "llmjax/model/checkpoint/hf_export.py",
@@ -44,7 +55,10 @@ HOST_ONLY = [
     "llmjax/engine/async_engine.py", "llmjax/engine/request_stream.py", "llmjax/engine/engine_client.py",
     "llmjax/engine/health.py", "llmjax/engine/engine_messages.py", "llmjax/engine/engine_socket.py",
     "llmjax/engine/remote_engine.py", "llmjax/engine/engine_state.py", "llmjax/engine/engine_stats.py",
-    "llmjax/engine/engine_view.py",
+    "llmjax/engine/engine_view.py", "llmjax/quantization/agreement.py", "llmjax/quantization/engine_model.py",
+    "llmjax/quantization/gate.py", "llmjax/quantization/loops.py", "llmjax/quantization/quality.py",
+    "llmjax/quantization/report.py", "llmjax/quantization/report_page.py", "llmjax/quantization/scores.py",
+    "llmjax/quantization/tasks.py",
 ]  # fmt: skip
 
 

@@ -7,26 +7,9 @@ from html import escape
 
 from llmjax.loadtest.measure import FORMULAS, Figures
 from llmjax.loadtest.suite import Report, Run
-from llmjax.loadtest.svg import Series, line_chart, number
+from llmjax.page.html import document, figure, table
+from llmjax.page.svg import Series, line_chart, number
 
-STYLE = """
-:root{color-scheme:light dark;--ink:#1b1f24;--soft:#5c6670;--line:#d8dde3;--back:#fff;--card:#f6f8fa;--bad:#b3261e;
---c0:#0b66c3;--c1:#c2410c;--c2:#15803d;--c3:#7e22ce;--c4:#a16207;--c5:#0e7490}
-@media(prefers-color-scheme:dark){:root{--ink:#e6e9ed;--soft:#9aa4af;--line:#343b44;--back:#12161b;--card:#1b2027;--bad:#ff8a80;
---c0:#6cb2ff;--c1:#ff9a62;--c2:#5fd38d;--c3:#cf9bff;--c4:#e6c15a;--c5:#5fd0e6}}
-*{box-sizing:border-box}body{margin:0 auto;max-width:1200px;padding:1rem;background:var(--back);color:var(--ink);
-font:15px/1.5 system-ui,sans-serif}h1{font-size:1.4rem;margin:.2rem 0}h2{font-size:1.1rem;margin:1.6rem 0 .5rem}
-p,dl{margin:.4rem 0}.soft,.none{color:var(--soft)}.bad{color:var(--bad)}
-.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,320px),1fr));gap:.8rem}
-figure{margin:0;padding:.6rem;background:var(--card);border-radius:8px}figcaption{font-weight:600;font-size:.9rem}
-svg{width:100%;height:auto;display:block}.grid{stroke:var(--line)}.tick{fill:var(--soft);font-size:11px}
-.wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.87rem}
-th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-th:first-child,td:first-child,th:nth-child(2),td:nth-child(2){text-align:left}th{color:var(--soft);font-weight:600}
-dt{font-weight:600;float:left;clear:left;margin-right:.5rem}dd{margin:0 0 .3rem 0;overflow:hidden}
-.key span{display:inline-block;margin-right:1rem}.key i{display:inline-block;width:.8rem;height:.8rem;border-radius:2px;
-margin-right:.35rem;vertical-align:-1px}
-"""
 _LATENCIES = (
     ("ttft", "TTFT"),
     ("itl", "inter-token"),
@@ -61,11 +44,7 @@ def render(report: Report) -> str:
         parts.append(f'<h2>Rows and pages in time</h2><div class="plots">{_gauges(report)}</div>')
     formulas = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in FORMULAS.items())
     parts.append(f"<h2>Formulas</h2><dl>{formulas}</dl>")
-    return (
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(report.title)}</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
-    )
+    return document(report.title, "".join(parts))
 
 
 def _levels(report: Report) -> str:
@@ -129,7 +108,7 @@ def _load_plot(report: Report, title: str, unit: str, value: Callable[[Figures],
         return ""
     label = "requests a second" if report.runs[0].load.startswith("poisson") else "load"
     label = "clients" if report.runs[0].load.startswith("closed") else label
-    return _figure(f"{title}", line_chart(series, x_label=label, unit=unit, ticks=ticks))
+    return figure(f"{title}", line_chart(series, x_label=label, unit=unit, ticks=ticks))
 
 
 def _curves(report: Report) -> str:
@@ -144,7 +123,7 @@ def _curves(report: Report) -> str:
                     series.append(Series(run.system, points, colours[run.system]))
             if series:
                 chart = line_chart(series, x_label="ms", unit="% of requests", dots=False)
-                out.append(_figure(f"{name}, {load}", chart))
+                out.append(figure(f"{name}, {load}", chart))
     return "".join(out)
 
 
@@ -158,12 +137,8 @@ def _gauges(report: Report) -> str:
         for pair, unit in ((lines[:2], "requests"), (lines[2:], "pages")):
             key = "".join(f'<span><i style="background:var(--c{s.colour})"></i>{escape(s.label)}</span>' for s in pair)
             chart = line_chart(pair, x_label="seconds", unit=unit, dots=False)
-            out.append(_figure(f"{run.load}, {run.system}", f'<p class="key soft">{key}</p>{chart}'))
+            out.append(figure(f"{run.load}, {run.system}", f'<p class="key soft">{key}</p>{chart}'))
     return "".join(out)
-
-
-def _figure(title: str, content: str) -> str:
-    return f"<figure><figcaption>{escape(title)}</figcaption>{content}</figure>"
 
 
 def _throughput_table(runs: Sequence[Run]) -> str:
@@ -182,7 +157,7 @@ def _throughput_table(runs: Sequence[Run]) -> str:
             _or_dash(f.goodput), success, str(f.preemptions), _pages(f),
             _pair(f.prompt_tokens), _pair(f.output_tokens),
         ))  # fmt: skip
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _pages(figures: Figures) -> str:
@@ -204,14 +179,8 @@ def _latency_table(runs: Sequence[Run]) -> str:
             d = run.figures.latencies[metric]
             values = [_or_dash(None if v is None else v * 1e3) for v in (d.mean, d.p50, d.p90, d.p95, d.p99, d.max)]
             rows.append((run.load, run.system, name, str(d.count), *values))
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _or_dash(value: float | None) -> str:
     return "–" if value is None else number(value)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
