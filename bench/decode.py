@@ -133,7 +133,7 @@ def _steady_ms(llm: LLM, batch: int, prompt: int, output: int) -> tuple[float, f
     steps = llm.engine.config.decode_steps
     times, before = [], np.array([time.perf_counter(), time.thread_time()])
     while llm.engine.has_unfinished:
-        new = sum(len(news.new_token_ids[0]) for news in llm.engine.step())
+        new = sum(len(news.new_token_ids[0]) for news in llm.engine.step(closed=True))
         now = np.array([time.perf_counter(), time.thread_time()])
         if new == batch * steps:
             times.append((now - before) / steps * 1e3)

@@ -248,7 +248,7 @@ def _arguments() -> argparse.Namespace:
 
 def _step(engine: Engine) -> int:
     """One turn of the engine; the tokens it brought."""
-    return sum(len(ids) for output in engine.step() for ids in output.new_token_ids)
+    return sum(len(ids) for output in engine.step(closed=True) for ids in output.new_token_ids)
 
 
 def _drain(engine: Engine) -> None:

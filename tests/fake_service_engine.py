@@ -30,7 +30,7 @@ class PacedEngine(FakeEngine):
         self.scheduler = self
         self.pool = SimpleNamespace(num_used=0)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, *, closed: bool = False) -> list[RequestOutput]:
         time.sleep(0.002)
         if self._fail and os.path.exists(self._fail):
             raise ValueError("the device is lost")

@@ -110,7 +110,7 @@ class FakeEngine:
             output.finished = True
             self._aborted.append(output)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, *, closed: bool = False) -> list[RequestOutput]:
         aborted, self._aborted = self._aborted, []
         return aborted + self._step()
 

@@ -315,9 +315,9 @@ class Simulation:
         self.check()
         return expired
 
-    def launch(self) -> ScheduledBatch | None:
+    def launch(self, *, closed: bool = False) -> ScheduledBatch | None:
         """Schedule, and dispatch what comes."""
-        batch = self.scheduler.schedule(self.now)
+        batch = self.scheduler.schedule(self.now, closed=closed)
         if batch is not None:
             self.device.dispatch(batch)
             self.batches.append(batch)

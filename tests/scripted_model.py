@@ -57,9 +57,9 @@ def paced(engine: Engine, seconds: float = 0.03) -> Iterator[threading.Event]:
     """Each step of the engine takes at least this long until the event is set: time for a test to act in the middle."""
     step, at_full_speed = engine.step, threading.Event()
 
-    def slow_step() -> list[RequestOutput]:
+    def slow_step(**options: Any) -> list[RequestOutput]:
         at_full_speed.wait(seconds)
-        return step()
+        return step(**options)
 
     engine.step = slow_step  # type: ignore[method-assign]
     try:

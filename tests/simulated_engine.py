@@ -109,13 +109,13 @@ class SimulatedEngine:
             found[1].finish_reason = "abort"
             self._ready.append(self._output(*found, [], finished=True))
 
-    def step(self) -> list[SimulatedOutput]:
+    def step(self, *, closed: bool = False) -> list[SimulatedOutput]:
         """One launch ahead of what was read, as the real one."""
         if self._interrupt_at is not None and self.now >= self._interrupt_at:
             self._interrupt_at = None
             raise KeyboardInterrupt
         self._expire()
-        batch = self.scheduler.schedule(self.now)
+        batch = self.scheduler.schedule(self.now, closed=closed)
         if batch is not None:
             self._dispatched(batch)
         if self._pending and (batch is None or len(self._pending) > 1):

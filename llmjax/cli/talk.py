@@ -173,7 +173,7 @@ def _stream(llm: LLM, request_id: str) -> tuple[str, bool]:
     output: RequestOutput | None = None
     with _interruption() as interrupted:
         while (output is None or not output.finished) and not interrupted.is_set():
-            for changed in llm.engine.step():
+            for changed in llm.engine.step(closed=True):
                 if changed.request_id == request_id:
                     output = changed
                     typer.echo(changed.new_text[0], nl=False)

@@ -27,8 +27,8 @@ class EngineConfig:
         max_sequences: rows of the device batch.
         max_tokens_per_step: token budget of an extend launch, decoding rows included; None takes 2048 on a GPU, 512 on a CPU.
         prefill_chunk: tokens of one prompt in one launch, at most.
-        decode_steps: decode steps in one launch when no waiting request could be taken in before it ends; None takes 8 on a
-            GPU, 1 on a CPU, whose steps dwarf the host's work.
+        decode_steps: decode steps in one launch when no waiting request could be taken in before it ends and, if it lasts longer
+            than 5 ms, none is likely to come meanwhile; None takes 8 on a GPU, 1 on a CPU, whose steps dwarf the host's work.
         row_buckets: batch sizes decode programs are compiled for; empty chooses by `max_sequences`.
         token_buckets: token counts extend programs are compiled for; empty chooses by `max_tokens_per_step`.
         lanes: of the queue, from that of the shortest requests to that of the longest. One lane is first come, first served.

@@ -228,13 +228,16 @@ class Engine:
         """Whether `step()` has anything left to do or to say."""
         return bool(self._live or self._pending or self._ready)
 
-    def step(self) -> list[RequestOutput]:
-        """One turn: launch the next batch, then read the launch before it. Returns the requests that changed."""
+    def step(self, *, closed: bool = False) -> list[RequestOutput]:
+        """One turn: launch the next batch, then read the launch before it. Returns the requests that changed.
+
+        closed: no request will be added before the next call; launches need not be short then, so as to be over when one comes.
+        """
         if self._failed is not None:
             raise EngineError(self._failed)
         now_ns = time.monotonic_ns()
         self._expire(now_ns)
-        batch = self.scheduler.schedule(now_ns * 1e-9)
+        batch = self.scheduler.schedule(now_ns * 1e-9, closed=closed)
         if batch is not None:
             self._pending.append(self._dispatch(batch, now_ns))
             self.stats.launches += 1

@@ -129,7 +129,9 @@ class LLM:
         ids: dict[str, None] = {}  # in the order of the prompts
 
         def step() -> None:
-            outputs.update({one.request_id: one for one in self.engine.step() if one.finished and one.request_id in ids})
+            outputs.update(
+                {one.request_id: one for one in self.engine.step(closed=True) if one.finished and one.request_id in ids}
+            )
 
         try:
             for add, one in zip(adders, each, strict=True):

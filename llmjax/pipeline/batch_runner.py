@@ -60,7 +60,7 @@ class BatchEngine(Protocol):
 
     def abort(self, request_id: str) -> None: ...
 
-    def step(self) -> list[RequestOutput]: ...
+    def step(self, *, closed: bool = False) -> list[RequestOutput]: ...
 
     @property
     def has_unfinished(self) -> bool: ...
@@ -289,7 +289,7 @@ class _BatchRun:
 
     def _step(self) -> None:
         assert self._engine.has_unfinished, "the engine lost a request"
-        for output in self._engine.step():
+        for output in self._engine.step(closed=True):
             live = self._live.get(output.request_id)
             if live is None or not output.finished:
                 continue

@@ -30,7 +30,7 @@ class SchedulerConfig(Protocol):
 
     @property
     def decode_steps(self) -> int:
-        """K: decode steps of one launch when no waiting request could be taken in before it ends."""
+        """K: decode steps of one launch when no waiting request could be taken in before it ends, and none is likely to come."""
 
     @property
     def deterministic(self) -> bool:

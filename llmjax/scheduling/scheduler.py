@@ -46,6 +46,7 @@ from llmjax.scheduling.admission import Admission
 from llmjax.scheduling.finish_reason import FinishReason
 from llmjax.scheduling.held_pages import HeldPages
 from llmjax.scheduling.lanes import Lanes
+from llmjax.scheduling.pace import Pace
 from llmjax.scheduling.page_map import PageUse
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.policy import (
@@ -82,6 +83,7 @@ class Scheduler:
             chunk = min(config.prefill_chunk, config.max_tokens_per_step) if config.deterministic else None
             self._prefixes = PrefixCache(pool, chunk=chunk)
         self._admission = Admission(config, pool, self._lanes, self._prefixes)
+        self._pace = Pace()
 
     @property
     def has_unfinished(self) -> bool:
@@ -141,6 +143,7 @@ class Scheduler:
         self._admission.fit(request)
         self._lanes.push(request)
         self._requests[request.request_id] = request
+        self._pace.came(request.arrival_time)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request with reason "abort", at once even if launches are in flight. None when no unfinished one has this id."""
@@ -169,11 +172,12 @@ class Scheduler:
 
     # What to launch
 
-    def schedule(self, now: float = 0.0) -> ScheduledBatch | None:
+    def schedule(self, now: float = 0.0, *, closed: bool = False) -> ScheduledBatch | None:
         """Decide the next launch and account for it as dispatched.
 
         Args:
-            now: seconds on the clock of `Request.arrival_time`; only several lanes look at it.
+            now: seconds on the clock of `Request.arrival_time`.
+            closed: no request will be added before the next call, so that none can be kept waiting by a long launch.
 
         Returns:
             the launch, or None when there is nothing to do before the result of an older launch has been read. With none in
@@ -193,11 +197,14 @@ class Scheduler:
         if self._in_flight and decoding and takes_turns_alone(self._running) and self._next(now) is None:
             return None  # read first, and launch all together
         # Rows that decode always get their token: a long prompt must not stop a running answer.
-        num_steps = 1 if prefilling else self._choose_num_steps(decoding, missing, now)
+        num_steps = 1 if prefilling else self._choose_num_steps(decoding, missing, now, closed)
         rows = self._dispatch_decoding(decoding, num_steps)
         if num_steps == 1:
             rows += self._dispatch_prompts(prefilling, self._config.max_tokens_per_step - len(rows), now, admit=not preempted)
-        return self._launch("decode" if len(rows) == len(decoding) else "extend", num_steps, rows, preempted)
+        kind: Literal["extend", "decode"] = "decode" if len(rows) == len(decoding) else "extend"
+        if rows:
+            self._pace.launched(num_steps if kind == "decode" else 0, now)
+        return self._launch(kind, num_steps, rows, preempted)
 
     def _dispatch_prompts(self, prefilling: list[Request], budget: int, now: float, *, admit: bool) -> list[ScheduledRow]:
         """What decoding leaves goes to prompts: to lanes by weight, in a lane first to those begun, then to new ones."""
@@ -257,14 +264,17 @@ class Scheduler:
                 missing += computed >= page_size * len(request.pages)
         return decoding, prefilling, missing
 
-    def _choose_num_steps(self, decoding: Sequence[Request], missing: int, now: float) -> int:
+    def _choose_num_steps(self, decoding: Sequence[Request], missing: int, now: float, closed: bool) -> int:
         """K steps when nothing but decoding is to be done, most of the steps have work, and the pages suffice; else one.
 
-        A waiting request that a launch could take in asks for one step; for one that must wait anyway see `can_idle`. So does a
-        stepwise one: it gets one token of a launch, and would else wait for the other steps.
+        A waiting request that a launch could take in asks for one step; for one that must wait anyway see `can_idle`; one that
+        is likely to come while rows are free asks as well, if the launch is long. So does a stepwise one: it gets one token of
+        a launch, and would else wait for the other steps.
         """
         steps = self._config.decode_steps
         if steps == 1 or not decoding or any(request.stepwise for request in self._running):
+            return 1
+        if not closed and self._free_rows and self._pace.hurries(steps, now):
             return 1
         if len(self._lanes):
             coming = self._admission.next(self._running, len(self._free_rows), now, promised=missing)

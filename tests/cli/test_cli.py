@@ -374,12 +374,12 @@ def test_chat_keeps_the_conversation_and_survives_a_bad_turn(run: Run, llm: Fake
 def test_ctrl_c_ends_an_answer_between_two_steps(run: Run, llm: FakeLLM) -> None:
     step, steps = llm.engine.step, 0
 
-    def interrupted_step() -> Any:
+    def interrupted_step(**options: Any) -> Any:
         nonlocal steps
         steps += 1
         if steps == 3:
             os.kill(os.getpid(), signal.SIGINT)
-        return step()
+        return step(**options)
 
     llm.engine.step = interrupted_step  # type: ignore[method-assign]
     before = signal.getsignal(signal.SIGINT)

@@ -65,7 +65,7 @@ def _interrupted(self: PendingStep) -> None:
 def test_an_interrupted_generate_leaves_no_request_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     config = CONFIGS["llama"]
     llm = LLM(params=random_params(config), config=config, max_context=64, max_sequences=1, max_tokens_per_step=16)
-    monkeypatch.setattr(llm.engine, "step", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(llm.engine, "step", lambda **options: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2], [3]], GREEDY)
     monkeypatch.undo()

@@ -253,8 +253,8 @@ def test_a_line_that_waited_too_long_is_a_503(tmp_path: Path, monkeypatch: pytes
     llm = FakeLLM(fail_on="late")
     step = llm.engine.step
 
-    def timing_out() -> list[RequestOutput]:
-        outputs = step()
+    def timing_out(**options: Any) -> list[RequestOutput]:
+        outputs = step(**options)
         for choice in (choice for output in outputs for choice in output.outputs if choice.finish_reason == "error"):
             choice.finish_reason, choice.error = "timeout", "the request waited longer than 5 s"
         return outputs
@@ -282,12 +282,12 @@ def test_an_engine_that_dies_leaves_results_and_no_requests_behind(tmp_path: Pat
     llm = FakeLLM()
     steps, step = 0, llm.engine.step
 
-    def dying_step() -> Any:
+    def dying_step(**options: Any) -> Any:
         nonlocal steps
         steps += 1
         if steps > 10:
             raise RuntimeError("gone")
-        return step()
+        return step(**options)
 
     llm.engine.step = dying_step  # type: ignore[method-assign]
     source = write(tmp_path / "in.jsonl", [f'"{i}"' for i in range(50)])
@@ -463,9 +463,9 @@ from fakes_engine import FakeLLM
 from llmjax.pipeline.batch_runner import run_batch
 llm = FakeLLM()
 step = llm.engine.step
-def slow_step():
+def slow_step(**options):
     time.sleep(0.001)
-    return step()
+    return step(**options)
 llm.engine.step = slow_step
 run_batch(llm, input=sys.argv[1], output=sys.argv[2], errors=sys.argv[2] + ".errors", resume=True, checkpoint_every=3,
           defaults={"max_tokens": 3})

@@ -195,9 +195,9 @@ def hold(target: Target) -> Callable[[], None]:
     """The engine takes its time for a step, so that the crowd is there before the first of it has gone."""
     step = target.engine.step
 
-    def slow_step() -> Any:
+    def slow_step(**options: Any) -> Any:
         time.sleep(0.02)
-        return step()
+        return step(**options)
 
     target.engine.step = slow_step  # type: ignore[method-assign]
 
