@@ -2,9 +2,9 @@
 
 Owns the container and its two orders of columns. Must not know which weights of a model are quantised, nor who multiplies them.
 
-Quantisation is symmetric: value = qvalue * scale with qvalue in -127..127, so that zero is zero. The observer is absmax: a channel's
-largest magnitude becomes 127, and no other value is off by more than half a scale. Weights that others quantised may hold -128: whoever
-multiplies takes it like any other value.
+Quantisation is symmetric: value = qvalue * scale with qvalue in -127..127, so that zero is zero. The observer is absmax: a
+channel's largest magnitude becomes 127, and no other value is off by more than half a scale. Weights that others quantised may
+hold -128: whoever multiplies takes it like any other value.
 """
 
 from __future__ import annotations
