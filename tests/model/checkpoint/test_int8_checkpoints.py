@@ -209,7 +209,7 @@ def test_damaged_int8_tensors_are_named(tmp_path: Path) -> None:
     for bad in (np.nan, -1.0, np.inf):
         with pytest.raises(ModelError, match=f"{name}_scale has a scale that is NaN, infinite or negative"):
             loads(**{f"{name}_scale": np.full((32, 1), bad, np.float32)})
-    with pytest.raises(UnsupportedModelError, match="some are int8 and some are not"):
+    with pytest.raises(UnsupportedModelError, match=r"ct: config.json: .*some are int8 and some are not"):
         loads(**{name: np.ones((32, 48), np.float32)})
     for unscaled in (name, "lm_head.weight"):
         floats = {key: np.asarray(value, np.float32) for key, value in good.items() if key.endswith(".weight")}
@@ -221,6 +221,13 @@ def test_damaged_int8_tensors_are_named(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "llmjax": {"weights": 3}}))
     with pytest.raises(UnsupportedModelError, match="llmjax is damaged"):
         loads()
+    for own, message in (
+        ({"num_tokens": 400, "weights": {}}, "400 tokens do not fit 301 vocabulary rows"),
+        ({"num_tokens": 300, "weights": {"lm_head.weight": "float8"}}, "lm_head.weight in 'float8'"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, "llmjax": own}))
+        with pytest.raises(UnsupportedModelError, match=f"ct: .*{message}"):
+            loads()
 
 
 @pytest.mark.parametrize("way", ["orbax", "hf", "random", "quantize"])
