@@ -49,7 +49,7 @@ VLLM_STEP_MS = {  # one H200, 128 output tokens (bench/results/README.md): rows 
 def main() -> None:
     args = _arguments()
     batches = args.batches
-    prompts = dict(zip(batches, args.prompt * (len(batches) if len(args.prompt) == 1 else 1), strict=True))
+    prompts = list(zip(batches, args.prompt * (len(batches) if len(args.prompt) == 1 else 1), strict=True))
     rows = Rows(args.json)
     started = time.perf_counter()
     plan = None if args.quantize is None else plan_quantization(preset_config(args.preset), args.quantize)
@@ -73,10 +73,10 @@ def main() -> None:
     llm = LLM(loaded, engine_config=config)
     programs = [dataclasses.asdict(program) for program in llm.engine.programs]
     rows.add(ready_seconds=time.perf_counter() - started, programs=programs)
-    for batch, prompt in prompts.items():
+    for batch, prompt in prompts:
         step = _step_ms(llm, batch, prompt, args.output)
         steady, host = _steady_ms(llm, batch, prompt, args.output)
-        parts = {} if args.no_parts else _parts_ms(llm, batch, prompt + args.output, args.page_size)
+        parts = {} if args.no_parts else _parts_ms(llm, batch, prompt, args.output, args.page_size)
         total = sum(parts.values())
         rows.add(
             preset=args.preset, quantize=args.quantize, batch=batch, prompt=prompt, step_ms=step, steady_ms=steady, host_ms=host,
@@ -147,7 +147,7 @@ def _prompts(llm: LLM, batch: int, prompt: int) -> list[list[int]]:
     return [[int(i) for i in random.integers(0, llm.engine.model_config.num_tokens, prompt)] for _ in range(batch)]
 
 
-def _parts_ms(llm: LLM, batch: int, context: int, page_size: int) -> dict[str, float]:
+def _parts_ms(llm: LLM, batch: int, prompt: int, output: int, page_size: int) -> dict[str, float]:
     engine = llm.engine
     config, params = engine.model_config, engine.runner.params
     assert isinstance(config, ModelConfig)
@@ -166,12 +166,12 @@ def _parts_ms(llm: LLM, batch: int, context: int, page_size: int) -> dict[str, f
             x = product(gate_up[:, : config.mlp_size], mlp["down"])
         return product(x, params["embed"] if config.tie_embeddings else params["lm_head"], jnp.float32).max(-1)
 
-    width = -(-context // page_size)
+    width = -(-(prompt + output) // page_size)
     pages = batch * width + 1
     shape = (config.num_layers * pages, config.num_kv_heads, page_size, config.head_dim)
     cache = KVCache(jnp.ones(shape, hidden.dtype), jnp.ones(shape, hidden.dtype))
     table = jnp.arange(1, pages, dtype=jnp.int32).reshape(batch, width)
-    lengths = jnp.full((batch,), context - 64, jnp.int32)  # about the mean of the run
+    lengths = jnp.full((batch,), prompt + output // 2, jnp.int32)  # the mean of the run
     q = jnp.ones((batch, config.num_heads, config.head_dim), hidden.dtype)
     kv = jnp.ones((batch, config.num_kv_heads, config.head_dim), hidden.dtype)
 

@@ -2,8 +2,9 @@
 
 Owns the container and its two orders of columns. Must not know which weights of a model are quantised, nor who multiplies them.
 
-Quantisation is symmetric: value = qvalue * scale with qvalue in -127..127, so that zero is zero and -128 never occurs. The
-observer is absmax: a channel's largest magnitude becomes 127, and no other value is off by more than half a scale.
+Quantisation is symmetric: value = qvalue * scale with qvalue in -127..127, so that zero is zero. The observer is absmax: a
+channel's largest magnitude becomes 127, and no other value is off by more than half a scale. Weights that others quantised may
+hold -128: whoever multiplies takes it like any other value.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class QuantizedTensor:
     """An int8 weight. A pytree of its two arrays; nothing is checked here, as a tree may hold shapes or shardings instead.
 
     Attributes:
-        qvalue: -127..127, stored [out, in] so that a contraction runs along memory.
-        scale: positive and finite; [out] for a scale a channel, [] for one of the whole tensor.
+        qvalue: -127..127 (-128 too if it was made elsewhere), stored [out, in] so that a contraction runs along memory.
+        scale: finite, positive (or zero, in a file of others); [out] for a scale a channel, [] for one of the whole tensor.
         packed: whether the columns are in the order of `pack`. Static: it is part of the tree's structure.
     """
 
@@ -75,16 +76,18 @@ def quantize(w: Float[Array, "out in"], *, axis: int | None = 1) -> QuantizedTen
 
 
 def quantize_tokens(x: Float[Array, "... D"]) -> tuple[Int8[Array, "... D"], Float[Array, "..."]]:
-    """(int8, scale): activations with a scale a token, rounded as `quantize` does."""
+    """(int8, scale): activations with a scale a token, rounded as `quantize` does. That of a token with NaN is NaN, with infinity
+    infinite."""
     wide = x.astype(jnp.float32)
     scale = scale_of(jnp.max(jnp.abs(wide), axis=-1))
     return rounded(wide, scale[..., None]), scale
 
 
 def scale_of(largest: Float[Array, "..."]) -> Float[Array, "..."]:
-    """float32 scales for the largest magnitudes; 1 where there is nothing but zeros, or so small that no scale is normal."""
+    """float32 scales for the largest magnitudes; 1 where there is nothing but zeros, or so small that no scale is normal. NaN
+    stays NaN: int8 cannot say it, so that the scale has to."""
     scale = largest * jnp.float32(1 / LARGEST)
-    return jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, 1.0)
+    return jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
 
 
 def rounded(wide: Float[Array, "..."], scale: Float[Array, "..."]) -> Int8[Array, "..."]:

@@ -62,7 +62,8 @@ def naive_logits(params: dict[str, Any], ids: list[int], config: ModelConfig) ->
     """
     p = _in_float64(params, rounds=config.quantization is not None and config.quantization.scheme == "w8a8")
     x = p["embed"]["weight"][ids]
-    cos, sin = (np.asarray(a, np.float64) for a in cos_sin(jax.numpy.arange(len(ids)), config))
+    positions = jax.numpy.arange(-(-len(ids) // 64) * 64)  # of few lengths: each is compiled
+    cos, sin = (np.asarray(a, np.float64)[: len(ids)] for a in cos_sin(positions, config))
     for index in range(config.num_layers):
         layer = p["layers"][index]
         x = x + _attention(

@@ -56,6 +56,12 @@ def is_norm(path: Path) -> bool:
     return len(path) > 1 and str(path[-2]).endswith("norm")
 
 
+def unknown_weights(config: ModelConfig) -> list[str]:
+    """Names in the config's quantization that its model has not."""
+    named = {name for name, _ in config.quantization.weights} if config.quantization is not None else set()
+    return sorted(named - {leaf_name(path) for path, _, _ in iter_params(config)})
+
+
 def num_params(config: ModelConfig) -> int:
     """Scalars in the tree."""
     return sum(math.prod(shape) for _, shape, _ in iter_params(config))

@@ -21,13 +21,13 @@ STORED_DTYPES = ("int8", "float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """What is stored differently from the config's dtype, and how int8 weights are multiplied.
+    """What has a dtype of its own, whatever the config's is, and how int8 weights are multiplied.
 
     Attributes:
         scheme: "w8a16" leaves activations as they are. "w8a8" quantises them token by token in front of an int8 weight, unless
             the device's table has measured that leaving them is faster for so many tokens.
-        weights: (name, dtype) of each weight that is not in the config's dtype, such as ("layers.3.mlp.down.weight", "int8"),
-            sorted. An int8 weight is symmetric, with a float32 scale an output channel.
+        weights: (name, dtype) of each such weight, as ("layers.3.mlp.down.weight", "int8"), sorted. An int8 weight is symmetric,
+            with a float32 scale an output channel.
     """
 
     scheme: Scheme

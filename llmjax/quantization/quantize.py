@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from llmjax.errors import ConfigError, ModelError
 from llmjax.model.checkpoint.int8 import in_kernel_order
 from llmjax.model.config import ModelConfig
-from llmjax.model.param_spec import Path, is_norm, iter_params, leaf_name, stacked_rows
+from llmjax.model.param_spec import Path, is_norm, iter_params, leaf_name, stacked_rows, unknown_weights
 from llmjax.model.quantization import SCHEMES, STORED_DTYPES, Quantization, Scheme
 from pallas_kernels.quantized import QuantizedTensor, check_finite, rounded, scale_of
 
@@ -47,7 +47,8 @@ def plan_quantization(
         config: of the model; a quantization in it is replaced.
         scheme: "w8a16" or "w8a8"; see `Quantization`.
         dtypes: pattern -> dtype, such as {"linear": "int8", "attention": "bfloat16", "embeddings": "float32"}. A later pattern
-            has the word over an earlier one. What none matches stays in the config's dtype.
+            has the word over an earlier one. What none matches is in the config's dtype; what is named has its own, be it the
+            same one, and keeps it when the model is loaded in another.
         keep: pattern -> dtype as well, with the word over all of `dtypes`.
 
     A pattern is a name of `GROUPS`; or it is compared, with the wildcards * ? [], with a weight's whole name
@@ -71,10 +72,9 @@ def plan_quantization(
         if dtype != "float32" and norms and len(norms) == len(matched):
             raise ConfigError(f"quantize: {pattern}: norms are float32, not {dtype}")
         stored |= {leaf_name(path): dtype for path in matched if not is_norm(path)}
-    weights = {name: dtype for name, dtype in stored.items() if dtype != config.dtype}
-    if "int8" not in weights.values():
+    if "int8" not in stored.values():
         raise ConfigError("quantize: no weight would be int8; name some, such as linear: int8")
-    return Quantization(scheme, tuple(weights.items()))
+    return Quantization(scheme, tuple(stored.items()))
 
 
 def quantize_params(
@@ -98,23 +98,25 @@ def quantize_params(
         progress: called after each weight with (weights done, weights in total).
 
     A channel of zeros gets scale 1 and stays zero. Halves round to even, arithmetic is float32.
-    Raises ModelError that names the weight for NaN and infinity, and for parameters that do not belong to the config; ConfigError
-    for another granularity, a config that is quantised already, and a quantization of weights that the config has not.
+    Raises ModelError that names the weight for NaN and infinity in what is converted or comes of it, and for parameters that do
+    not belong to the config; ConfigError for another granularity, a config that is quantised already, and a quantization of
+    weights that the config has not.
     """
     if granularity not in get_args(Granularity):
         raise ConfigError(f"quantize: granularity {granularity!r}; choose one of {', '.join(get_args(Granularity))}")
     if config.quantization is not None:
         raise ConfigError("quantize: the model is quantised already; quantise the original")
-    unknown = sorted({name for name, _ in quantization.weights} - {leaf_name(path) for path, _, _ in iter_params(config)})
+    target = config.replace(quantization=quantization)
+    unknown = unknown_weights(target)
     if unknown:
         raise ConfigError(f"quantize: the model has no {', '.join(unknown[:5])}; it has {config.num_layers} layers")
-    target = config.replace(quantization=quantization)
     leaves, result = list(iter_params(target)), {}
     for done, (path, shape, dtype) in enumerate(leaves, 1):
         node = functools.reduce(lambda tree, part: tree.get(part, {}), path[:-1], params)
         weight = node.get(path[-1])
-        if getattr(weight, "shape", None) != shape:
-            raise ModelError(f"quantize: {leaf_name(path)} should be {list(shape)}; these parameters are not the config's")
+        if getattr(weight, "shape", None) != shape or isinstance(weight, QuantizedTensor):
+            raise ModelError(f"quantize: {leaf_name(path)} should be an array {list(shape)}; these parameters are not the "
+                             f"config's")  # fmt: skip
         value = _converted(weight, path, dtype, stacked_rows(config, path, shape), granularity)
         if take_apart and value is not weight:
             jax.block_until_ready(value)
@@ -136,13 +138,21 @@ def quantize_weight(weight: jax.Array, rows: tuple[int, ...], granularity: Granu
 
 def _converted(weight: Any, path: Path, dtype: str, rows: tuple[int, ...], granularity: Granularity) -> Any:
     if dtype != "int8":
-        return weight if weight.dtype == dtype else jnp.asarray(weight, dtype)
+        if weight.dtype == dtype:
+            return weight
+        converted = jnp.asarray(weight, dtype)
+        _check_finite(f"{leaf_name(path)} in {dtype}", converted)
+        return converted
+    _check_finite(leaf_name(path), weight)
+    return quantize_weight(jnp.asarray(weight), rows, granularity)
+
+
+def _check_finite(name: str, weight: jax.Array) -> None:
     if not bool(_all_finite(weight)):
         try:
-            check_finite(leaf_name(path), weight)
+            check_finite(name, weight)
         except ValueError as error:
             raise ModelError(f"quantize: {error}") from None
-    return quantize_weight(jnp.asarray(weight), rows, granularity)
 
 
 @jax.jit
@@ -178,7 +188,8 @@ def _partial_names(path: Path) -> Iterator[str]:
 
 def _may_be_absent(pattern: str, config: ModelConfig) -> bool:
     """A head that is the embedding has no weight of its own to be named."""
-    return config.tie_embeddings and (pattern == "head" or fnmatch.fnmatchcase("lm_head", pattern))
+    names = ("head", "lm_head", "lm_head.weight")
+    return config.tie_embeddings and any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 def _parent(tree: dict[Any, Any], path: Path) -> dict[Any, Any]:

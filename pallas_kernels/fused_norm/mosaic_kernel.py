@@ -47,7 +47,7 @@ def norm_quantize(x: Array, residual: Array | None, weight: Array, *, eps: float
         wide = wide * lax.rsqrt(jnp.sum(wide * wide) * (1.0 / hidden) + eps) * factors
         normed = wide.astype(jnp.bfloat16).astype(jnp.float32)
         scale = jnp.max(jnp.abs(normed)) * jnp.float32(1 / LARGEST)
-        scale = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, jnp.float32(1))
+        scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, jnp.float32(1), scale)  # NaN stays, for int8 cannot say it
         qvalue_ref[token] = jnp.round(normed / scale).astype(jnp.int32).astype(jnp.int8)
         scale_ref[token] = scale
 

@@ -54,7 +54,8 @@ def quantize_activations(
 ) -> tuple[Int8[Array, "... D"], Float[Array, "..."]]:
     """(int8, scale): x to the nearest step of a float32 scale a token, which makes the token's largest magnitude 127.
 
-    A token of zeros gets scale 1. Arithmetic is float32, halves round to even. A token with NaN or infinity has no meaning.
+    A token of zeros gets scale 1. Arithmetic is float32, halves round to even. The scale of a token with NaN or infinity is not
+    finite, so that nothing multiplied by it is a number that looks right.
     """
     return QUANTIZE_ACTIVATIONS(x, implementation=implementation)
 
@@ -104,7 +105,7 @@ def w8a8(
 ) -> Float[Array, "T out"]:
     """(xq * x_scale) @ dequantised(w).T + bias, and what is asked for behind it, as in `w8a16`.
 
-    The contraction is exact, in int32 (so at most 133,000 inputs). The sum is rounded to float32, multiplied by the token's
+    The contraction is exact, in int32 (so at most 132,000 inputs). The sum is rounded to float32, multiplied by the token's
     scale, then by the channel's, then the bias is added; each is a rounding. `out_dtype` is what `w8a16` takes from x.
     xq and x_scale come from `quantize_activations`, the columns in their own order whether w is packed or not.
     Raises ValueError when shapes or dtypes do not fit, and for epilogues that exclude each other.

@@ -1,5 +1,7 @@
 """The int8 matmuls' references against float64, and what their signatures promise."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +31,9 @@ def wide(x):
 
 
 def weight(draw, out, depth, *, packed=False, axis=1):
+    """With -128 in it, as files of others have it."""
     w = quantize(draw(out, depth), axis=axis)
+    w = dataclasses.replace(w, qvalue=w.qvalue.at[:, 3:40:9].set(-128))
     return pack(w) if packed else w
 
 
@@ -113,6 +117,17 @@ def test_a_token_changes_no_other(draw):
     for way in ("w8a16", "w8a8"):
         one, other = (wide(int8_dense(x, w, implementation=way)) for x in (x, hurt))
         np.testing.assert_array_equal(one[others], other[others])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_a_token_with_nan_or_infinity_gives_no_number(draw, bad, dtype):
+    """int8 cannot hold them: the scale has to, or a row that went wrong would go on with numbers that look right."""
+    x, w = draw(4, 96, dtype=dtype).at[1, 5].set(bad), weight(draw, 32, 96)
+    for quantised in (quantize_activations(x), rms_norm_quantize(x, jnp.ones(96), 1e-5)):
+        finite = np.isfinite(w8a8(*quantised, w, out_dtype=dtype).astype("float32"))
+        assert not finite[1].any()
+        assert finite[[0, 2, 3]].all()
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)

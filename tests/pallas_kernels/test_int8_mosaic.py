@@ -38,7 +38,9 @@ class Draw:
         return jnp.asarray(self.random.standard_normal(shape), dtype)
 
     def weight(self, out, depth, *, packed=False):
+        """With -128 in it, as files of others have it."""
         w = quantize(self(out, depth, dtype="float32"))
+        w = dataclasses.replace(w, qvalue=w.qvalue.at[:, 3:40:9].set(-128))
         return pack(w) if packed else w
 
 

@@ -46,13 +46,15 @@ def close(qvalue, scale, normed):
 
 def test_a_norm_and_a_stream(draw):
     x, residual, weight = draw(2, 3, 1024) * 30, draw(2, 3, 1024), draw(1024, dtype="float32")
-    x = x.at[0, 1].set(0).at[1, 2, 17].set(1e4)
+    x = x.at[0, 1].set(0).at[1, 1, 17].set(1e4).at[1, 2, 17].set(jnp.nan)
     residual = residual.at[0, 1].set(0)
     with plgpu.force_gpu_interpret_mode():
         plain = rms_norm_quantize(x, weight, 1e-5, implementation="mosaic")
         qvalue, scale, total = residual_rms_norm_quantize(x, residual, weight, 1e-5, implementation="mosaic")
     normed = rms_norm(x, weight, 1e-5)
-    some = np.array([[True, False, True], [True, True, True]])
+    some = np.array([[True, False, True], [True, True, False]])
+    assert np.isnan(plain[1][1, 2])
+    assert np.isnan(scale[1, 2])
     close(plain[0][some], plain[1][some], normed[some])
     assert plain[1][0, 1] == 1
     assert not plain[0][0, 1].any()

@@ -62,9 +62,10 @@ def test_patterns() -> None:
     kept = planned(keep={"*norm*": "float32", "layers.0": "float32", "mlp.down": "bfloat16", "lm_head": "int8"})
     assert kept["lm_head.weight"] == "int8"
     assert kept["layers.1.mlp.down.weight"] == "bfloat16"
-    assert "layers.0.attention.qkv.weight" not in kept  # float32 is the model's own
+    assert kept["layers.0.attention.qkv.weight"] == "float32"  # the model's own, which it keeps when loaded in another
     tied = CONFIG.replace(tie_embeddings=True)
-    assert plan_quantization(tied, "w8a16", keep={"lm_head": "bfloat16", "head": "bfloat16"}).scheme == "w8a16"
+    absent = dict.fromkeys(("lm_head", "head", "lm_head.weight"), "bfloat16")
+    assert sorted(dict(plan_quantization(tied, "w8a16", keep=absent).weights)) == LINEARS
     many = CONFIG.replace(num_layers=12, sliding_windows=())
     assert sum("layers.1." in name for name, _ in plan_quantization(many, "w8a16", dtypes={"layers.1": "int8"}).weights) == 4
 
@@ -100,8 +101,14 @@ def test_refused_weights_and_models() -> None:
     with pytest.raises(ConfigError, match=r"the model has no layers.7.mlp.down.weight"):
         quantize_params(params, CONFIG, Quantization("w8a8", (("layers.7.mlp.down.weight", "int8"),)))
     del params["layers"][0]["mlp"]["down"]
-    with pytest.raises(ModelError, match=r"layers.0.mlp.down.weight should be \[48, 80\]"):
+    with pytest.raises(ModelError, match=r"layers.0.mlp.down.weight should be an array \[48, 80\]"):
         quantize_params(params, CONFIG, plan)
+    with pytest.raises(ModelError, match=r"layers.0.attention.qkv.weight should be an array \[128, 48\]"):
+        quantize_params(quantize_params(random_params(CONFIG), CONFIG, plan)[0], CONFIG, plan)
+    params = random_params(CONFIG)
+    params["embed"]["weight"] = params["embed"]["weight"].at[2, 1].set(1e5)
+    with pytest.raises(ModelError, match=r"embed.weight in float16: 1 values are NaN or infinite, the first at \[2, 1\]"):
+        quantize_params(params, CONFIG, plan_quantization(CONFIG, "w8a16", keep={"embeddings": "float16"}))
     with pytest.raises(ConfigError, match="scheme 'w4a16'"):
         plan_quantization(CONFIG, "w4a16")  # type: ignore[arg-type]
 

@@ -60,21 +60,24 @@ def find_quantization(
         tensors: name -> table entry.
         kept: what our own key says of weights in floats; see `read_own`.
 
-    Raises UnsupportedModelError for tensors that would change results and are not read, and where q, k and v, or gate and up,
-    are not all int8 or all floats: they are multiplied as one here.
+    Raises UnsupportedModelError for tensors that would change results and are not read, scales of weights that are not int8 among
+    them, and where q, k and v, or gate and up, are not all int8 or all floats: they are multiplied as one here.
     """
     unread = sorted(name for name in tensors if name.endswith(_UNREAD))
     if unread:
         _refuse(f"tensor {unread[0]} ({len(unread)} like it)")
-    weights = {}
+    weights, scales = {}, {name for name in tensors if name.endswith(".weight_scale")}
     for path, names in leaves:
         kinds = {name: tensors[name].type_name for name in names if name in tensors}
         if set(kinds.values()) == {"I8"}:
             weights[leaf_name(path)] = "int8"
+            scales -= {f"{name}_scale" for name in names}
         elif "I8" in kinds.values():
             _refuse(f"of {', '.join(kinds)} some are int8 and some are not; they are one weight here")
         elif kept.get(leaf_name(path), "int8") != "int8":
             weights[leaf_name(path)] = kept[leaf_name(path)]
+    if scales:
+        _refuse(f"tensor {min(scales)} without an int8 weight of this model ({len(scales)} like it)")
     return Quantization(scheme, tuple(weights.items()))
 
 
@@ -90,10 +93,14 @@ def read_own(config_json: Mapping[str, Any]) -> tuple[int | None, dict[str, str]
         raise UnsupportedModelError(f"config.json: {OWN_KEY} is damaged; write the model again, or remove the key") from None
 
 
-def sections(config: ModelConfig, ignore: list[str]) -> dict[str, Any]:
-    """The keys of a config.json for a model with int8 weights. `ignore`: modules of its linears that are not int8."""
-    quantization = config.quantization
-    assert quantization is not None
+def own_section(config: ModelConfig) -> dict[str, Any]:
+    """Our own key of a config.json, which `read_own` reads."""
+    weights = {} if config.quantization is None else dict(config.quantization.weights)
+    return {OWN_KEY: {"num_tokens": config.num_tokens, "weights": weights}}
+
+
+def quantization_section(quantization: Quantization, ignore: list[str]) -> dict[str, Any]:
+    """The key of a config.json for int8 weights. `ignore`: modules of the linears that are not int8."""
     shared = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "actorder": None}
     activations = None if quantization.scheme == "w8a16" else {**shared, "strategy": "token", "dynamic": True}
     group = {
@@ -111,7 +118,6 @@ def sections(config: ModelConfig, ignore: list[str]) -> dict[str, Any]:
             "ignore": ignore,
             "kv_cache_scheme": None,
         },
-        OWN_KEY: {"num_tokens": config.num_tokens, "weights": dict(quantization.weights)},
     }
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llmjax.errors import ModelError, StoreError
-from llmjax.model.checkpoint.compressed_tensors import sections
+from llmjax.model.checkpoint.compressed_tensors import own_section, quantization_section
 from llmjax.model.checkpoint.hf_export import hf_config
 from llmjax.model.checkpoint.leaves import Leaf, plan_leaves
 from llmjax.model.checkpoint.safetensors import HF_NAMING, SINGLE_FILE
@@ -57,18 +57,20 @@ def export_safetensors(
 
     Raises:
         ModelError: the tree does not belong to the config, or the format has no place for something of it.
-        StoreError: `path` exists or cannot be written; nothing is left behind.
+        StoreError: `path` exists or cannot be written, or `files_from` is no directory; nothing is left behind.
     """
     target = Path(path).absolute()
-    content = hf_config(config, eos_token_ids)
+    content = hf_config(config, eos_token_ids) | own_section(config)
     leaves = plan_leaves(config, HF_NAMING)
     if config.quantization is not None:
         if config.quantization.dtype_of("embed.weight") == "int8":
             raise ModelError("export: an embedding in int8 has no place in compressed-tensors; keep embeddings in a float dtype")
         linears = [leaf for leaf in leaves if leaf.path[-1] == "weight" and len(leaf.shape) == 2 and leaf.path[0] != "embed"]
         ignore = [piece.name.removesuffix(".weight") for leaf in linears if leaf.dtype != "int8" for piece in leaf.pieces]
-        content |= sections(config, ignore)
+        content |= quantization_section(config.quantization, ignore)
     _check(leaves, params)
+    if files_from is not None and not files_from.is_dir():
+        raise StoreError(f"{files_from}: is no directory; give that of the model whose tokenizer belongs to this one, or none")
     if target.exists():
         raise StoreError(f"{target}: exists already; choose another directory or remove it")
     aside: Path | None = None

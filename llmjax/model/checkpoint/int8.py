@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
-from pallas_kernels.quantized import PACKED_BLOCK, QuantizedTensor, pack, unpack
+from pallas_kernels.quantized import PACKED_BLOCK, QuantizedTensor, pack
 
 if TYPE_CHECKING:
     from llmjax.model.param_spec import Shape
@@ -30,11 +30,6 @@ def weight_struct(shape: Shape, dtype: str) -> jax.ShapeDtypeStruct | QuantizedT
 def in_kernel_order(w: QuantizedTensor) -> QuantizedTensor:
     """The weight as it lies on JAX's default device. The argument's values are given up where they are reordered."""
     return _pack(w) if _is_packed(w.shape) and not w.packed else w
-
-
-def in_own_order(w: QuantizedTensor) -> QuantizedTensor:
-    """The weight as files hold it."""
-    return unpack(w)
 
 
 def _is_packed(shape: Shape) -> bool:

@@ -6,7 +6,6 @@ A format contributes a table of names (`Naming`); the shapes come from the confi
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -132,8 +131,7 @@ def check_tensors(leaves: Sequence[Leaf], reader: TensorReader, naming: Naming, 
     wrong += [
         f"{piece.name} is {list(reader.tensors[piece.name].shape)}, a scale for each of {piece.shape[0]} rows or one for all fits"
         for piece in scales
-        if math.prod(reader.tensors[piece.name].shape) not in (1, *piece.shape)
-        or tuple(reader.tensors[piece.name].shape) not in ((), (1,), (1, 1), piece.shape, (*piece.shape, 1))
+        if tuple(reader.tensors[piece.name].shape) not in ((), (1,), (1, 1), piece.shape, (*piece.shape, 1))
     ]
     if wrong:
         raise ModelError(f"{reader.path}: {len(wrong)} tensors have the wrong shape: {_listed(wrong)}")

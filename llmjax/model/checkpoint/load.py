@@ -24,7 +24,7 @@ from llmjax.model.checkpoint.random import DEFAULT_SCALE, random_params
 from llmjax.model.checkpoint.source import Kind, locate
 from llmjax.model.checkpoint.stream import Progress, load_leaves
 from llmjax.model.config import DTYPES, ModelConfig
-from llmjax.model.param_spec import iter_params
+from llmjax.model.param_spec import iter_params, unknown_weights
 from llmjax.model.quantization import Quantization
 
 
@@ -121,7 +121,7 @@ def load_model(
             weights, and what it raises comes from `PendingParams.result`.
 
     Raises:
-        ConfigError: none or several sources, or a quantization for files, which have their own.
+        ConfigError: none or several sources, a quantization for files, which have their own, or one of another model.
         UnsupportedModelError: something the model needs is not implemented; no weight was read.
         ModelError: files missing, truncated or damaged.
     """
@@ -132,6 +132,9 @@ def load_model(
     if source.kind == "random":
         assert source.config is not None
         config = source.config.replace(dtype=dtype, quantization=quantization or source.config.quantization)
+        unknown = unknown_weights(config)
+        if unknown:
+            raise ConfigError(f"quantization: the model has no {', '.join(unknown[:5])}; plan it for the config that is loaded")
         load: Callable[[], dict[str, Any]] = functools.partial(random_params, config, seed=seed, scale=scale)
         return LoadedModel(config, load() if wait else PendingParams(config, load), None, source.kind)
     if quantization is not None:

@@ -140,16 +140,19 @@ def open_safetensors(path: Path, dtype: str | None = None) -> Checkpoint:
         num_tokens, kept = read_own(config_json)
         left_out = () if scheme is None else ("quantization_config", "compression_config")
         config = parse_hf_config({key: value for key, value in config_json.items() if key not in left_out})
+        num_tokens = _num_tokens(path, config.vocab_size) if num_tokens is None else num_tokens
+        config = config.replace(num_tokens=num_tokens, dtype=dtype or config.dtype)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{path}: {error}") from None
-    num_tokens = _num_tokens(path, config.vocab_size) if num_tokens is None else num_tokens
-    config = config.replace(num_tokens=num_tokens, dtype=dtype or config.dtype)
     reader = SafetensorsDirectory(path)
     try:
         leaves = plan_leaves(config, HF_NAMING)
         if scheme is not None:
             named = [(leaf.path, tuple(piece.name for piece in leaf.pieces)) for leaf in leaves if leaf.path[-1] == "weight"]
-            config = config.replace(quantization=find_quantization(scheme, named, reader.tensors, kept))
+            try:
+                config = config.replace(quantization=find_quantization(scheme, named, reader.tensors, kept))
+            except UnsupportedModelError as error:
+                raise UnsupportedModelError(f"{path}: {error}") from None
             leaves = plan_leaves(config, HF_NAMING)
         check_tensors(leaves, reader, HF_NAMING, config.num_layers)
     except BaseException:

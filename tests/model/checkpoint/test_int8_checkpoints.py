@@ -24,13 +24,19 @@ from llmjax.model.checkpoint.orbax import save_model
 from llmjax.model.config import ModelConfig, RopeScaling
 from llmjax.model.hf_config import parse_hf_config
 from llmjax.model.param_spec import param_bytes
+from llmjax.model.quantization import Quantization
 from llmjax.quantization.quantize import plan_quantization, quantize_params
+from pallas_kernels import tuning
 from pallas_kernels.quantized import QuantizedTensor, pack
 
 
 def quantised(name: str = "qwen2", scheme: Any = "w8a8", dtype: str = "bfloat16", **plan: Any) -> tuple[Any, ModelConfig]:
     config = CONFIGS[name].replace(dtype=dtype)
     return quantize_params(random_params(config), config, plan_quantization(config, scheme, **plan))
+
+
+def is_int8(leaf: Any) -> bool:
+    return isinstance(leaf, QuantizedTensor)
 
 
 def assert_same(got: Any, want: Any) -> None:
@@ -40,13 +46,7 @@ def assert_same(got: Any, want: Any) -> None:
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-def repacked(params: Any) -> Any:
-    """As the weights lie on a GPU."""
-    quantized = lambda leaf: isinstance(leaf, QuantizedTensor)  # noqa: E731
-    return jax.tree.map(lambda leaf: pack(leaf) if quantized(leaf) else leaf, params, is_leaf=quantized)
-
-
-MIXED = {"keep": {"mlp.down": "float32", "embeddings": "float32", "head": "int8"}}
+MIXED = {"keep": {"mlp.down": "float32", "layers.1.mlp": "bfloat16", "embeddings": "float32", "head": "int8"}}
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a16"])
@@ -54,8 +54,8 @@ def test_round_trips_are_exact(scheme: str, tmp_path: Path) -> None:
     params, config = quantised(scheme=scheme, **MIXED)
     (tmp_path / "from").mkdir()
     (tmp_path / "from" / "merges.txt").write_text("x")
-    save_model(tmp_path / "orbax", repacked(params), config, eos_token_ids=(4,))
-    export_safetensors(tmp_path / "hf", repacked(params), config, eos_token_ids=(4,), files_from=tmp_path / "from")
+    save_model(tmp_path / "orbax", in_kernel_order(params), config, eos_token_ids=(4,))
+    export_safetensors(tmp_path / "hf", in_kernel_order(params), config, eos_token_ids=(4,), files_from=tmp_path / "from")
     assert (tmp_path / "hf" / "merges.txt").read_text() == "x"
     for folder in ("orbax", "hf"):
         loaded = load_model(path=tmp_path / folder, dtype="bfloat16")
@@ -66,6 +66,8 @@ def test_round_trips_are_exact(scheme: str, tmp_path: Path) -> None:
         assert facts["tensor_types"].keys() >= {"int8" if folder == "orbax" else "I8"}
     wide = load_model(path=tmp_path / "orbax", dtype="float32", wait=False).params.result()
     assert wide["layers"][0]["attention"]["qkv"]["weight"].qvalue.dtype == jnp.int8
+    assert wide["layers"][1]["mlp"]["down"]["weight"].dtype == jnp.bfloat16  # as planned, whatever it is loaded in
+    assert wide["layers"][1]["attention"]["qkv"]["bias"].dtype == jnp.float32
     with pytest.raises(StoreError, match="exists already"):
         export_safetensors(tmp_path / "hf", params, config)
 
@@ -95,6 +97,8 @@ def test_what_cannot_be_exported_or_saved_is_named(tmp_path: Path) -> None:
         export_safetensors(tmp_path / "out", params, config.replace(quantization=None))
     with pytest.raises(ModelError, match=r"8 parameters are missing: layers.0.attention.out.weight"):
         save_model(tmp_path / "out", params, config.replace(quantization=None))
+    with pytest.raises(StoreError, match="nowhere: is no directory"):
+        export_safetensors(tmp_path / "out", params, config, files_from=tmp_path / "nowhere")
     with pytest.raises(ModelError, match="family 'llama' cannot say qkv_bias"):
         hf_config(CONFIGS["llama"].replace(qkv_bias=True), ())
     with pytest.raises(ModelError, match="rope scaling 'factors' is not supported"):
@@ -205,14 +209,73 @@ def test_damaged_int8_tensors_are_named(tmp_path: Path) -> None:
     for bad in (np.nan, -1.0, np.inf):
         with pytest.raises(ModelError, match=f"{name}_scale has a scale that is NaN, infinite or negative"):
             loads(**{f"{name}_scale": np.full((32, 1), bad, np.float32)})
-    with pytest.raises(UnsupportedModelError, match="some are int8 and some are not"):
+    with pytest.raises(UnsupportedModelError, match=r"ct: config.json: .*some are int8 and some are not"):
         loads(**{name: np.ones((32, 48), np.float32)})
+    for unscaled in (name, "lm_head.weight"):
+        floats = {key: np.asarray(value, np.float32) for key, value in good.items() if key.endswith(".weight")}
+        with pytest.raises(UnsupportedModelError, match=r"weight_scale without an int8 weight of this model \(\d+ like it\)"):
+            loads(**(floats if unscaled == name else {f"{unscaled}_scale": np.ones(1, np.float32)}))
     with pytest.raises(UnsupportedModelError, match=f"tensor {name}_zero_point"):
         loads(**{f"{name}_zero_point": np.zeros((32, 1), np.int8)})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "llmjax": {"weights": 3}}))
     with pytest.raises(UnsupportedModelError, match="llmjax is damaged"):
         loads()
+    for own, message in (
+        ({"num_tokens": 400, "weights": {}}, "400 tokens do not fit 301 vocabulary rows"),
+        ({"num_tokens": 300, "weights": {"lm_head.weight": "float8"}}, "lm_head.weight in 'float8'"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, "llmjax": own}))
+        with pytest.raises(UnsupportedModelError, match=f"ct: .*{message}"):
+            loads()
+
+
+@pytest.mark.parametrize("way", ["orbax", "hf", "random", "quantize"])
+def test_weights_lie_on_a_gpu_as_shapes_say(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed where sixteen divides the columns, in their own order in files; programs are compiled from the shapes alone."""
+    config = CONFIGS["qwen2"].replace(dtype="bfloat16", mlp_size=88)
+    plan = plan_quantization(config, "w8a8", keep={"head": "int8", "embeddings": "int8" if way == "random" else "float32"})
+    original = random_params(config)
+    params, target = quantize_params(original, config, plan)
+    save = save_model if way == "orbax" else export_safetensors
+    if way in ("orbax", "hf"):
+        save(tmp_path / "cpu", params, target)
+    monkeypatch.setattr(tuning, "target", lambda: "a GPU")
+    if way == "quantize":
+        loaded, given = quantize_params(original, config, plan)
+    else:
+        source = {"random": config, "quantization": plan} if way == "random" else {"path": tmp_path / "cpu"}
+        model = load_model(**source, dtype="bfloat16")
+        loaded, given = model.params, model.config
+    assert given == target
+    structs = param_structs(given)
+    assert jax.tree.structure(loaded) == jax.tree.structure(structs)
+    assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(loaded)] == [
+        (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(structs)
+    ]
+    mlp = loaded["layers"][1]["mlp"]
+    assert (mlp["gate_up"]["weight"].packed, mlp["down"]["weight"].packed) == (True, False)
+    if way == "random":
+        return
+    assert_same(loaded, in_kernel_order(params))
+    if way != "quantize":
+        save(tmp_path / "gpu", loaded, given)
+        monkeypatch.undo()
+        assert_same(load_model(path=tmp_path / "gpu", dtype="bfloat16").params, params)
+
+
+def in_kernel_order(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: pack(leaf) if is_int8(leaf) and leaf.shape[1] % 16 == 0 else leaf, params, is_leaf=is_int8)
+
+
+def test_a_float_model_is_exported_with_the_ids_its_tokenizer_knows(tmp_path: Path) -> None:
+    config = CONFIGS["qwen2"]
+    assert config.num_tokens < config.vocab_size
+    params = random_params(config)
+    export_safetensors(tmp_path / "out", params, config)
+    loaded = load_model(path=tmp_path / "out", dtype="float32")
+    assert loaded.config == config
+    assert_same(loaded.params, params)
 
 
 def test_random_int8_weights_and_their_sizes(tmp_path: Path) -> None:
@@ -232,5 +295,8 @@ def test_random_int8_weights_and_their_sizes(tmp_path: Path) -> None:
     assert len(values) == 255
     assert float(linear.scale[0]) == pytest.approx(1e-3 / 127)
     folder = write_hf(tmp_path / "hf", tiny_config(), random_weights(tiny_config()))
+    other = Quantization("w8a16", (("layers.9.mlp.down.weight", "int8"),))
+    with pytest.raises(ConfigError, match=r"the model has no layers.9.mlp.down.weight"):
+        load_model(random=config, quantization=other)
     with pytest.raises(ConfigError, match="quantization is for random weights"):
         load_model(path=folder, quantization=plan)
