@@ -1,15 +1,15 @@
 """The decoder one layer at a time, with what goes into each of its linears: what calibration and sensitivity look at.
 
-Owns the packing of samples and the walk; the layers' mathematics are those of `llmjax.model.layers` with nothing fused, so the
-program that serves has no hook in it. Equal to `transformer.forward` (a test compares them for every family). Pure but for
-packing. Keeps no KV cache: a layer's is thrown away when its attention is done.
+Owns the packing of samples and the walk; the layers' mathematics are those of `llmjax.model.layers` and `mixed_layer` with
+nothing fused, so the program that serves has no hook in it. Equal to `transformer.forward`, whatever dtypes the weights have (a
+test compares them to the bit). Pure but for packing. Keeps no KV cache: a layer's is thrown away when its attention is done.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,23 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from llmjax.errors import UnsupportedModelError
+from llmjax.errors import ModelError, UnsupportedModelError
 from llmjax.model.batch import ModelBatch
 from llmjax.model.config import ModelConfig
 from llmjax.model.kv_cache import init_cache
-from llmjax.model.layers import AttentionInputs, Block
+from llmjax.model.layers import AttentionInputs, Block, Linear
+from llmjax.model.mixed_layer import Weight, multiply
+from llmjax.model.mixed_layer import embed as embedded
+from llmjax.model.quantization import Scheme
+from llmjax.model.registry import get_model, is_shared_decoder
 from llmjax.model.rope import cos_sin
 from pallas_kernels.fused_norm import rms_norm
 from pallas_kernels.gated_activation import gated
-from pallas_kernels.matmul import dense, residual_dense
-from pallas_kernels.quantized import QuantizedTensor, dequantize, quantize_tokens
+from pallas_kernels.int8_matmul import quantize_activations, w8a8, w8a16
+from pallas_kernels.quantized import QuantizedTensor, check_finite
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 Params = dict[str, Any]
 LINEARS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
@@ -66,16 +73,32 @@ def linear_params(params: Params, name: str) -> Params:
 
 
 def check_walkable(params: Params, config: ModelConfig) -> None:
-    """Raises `UnsupportedModelError` unless this is a float decoder of the shared kind."""
+    """Raises `UnsupportedModelError` unless this is the shared decoder with float linears."""
+    if not is_shared_decoder(get_model(config.family)):
+        raise UnsupportedModelError(
+            f"family {config.family!r} has a decoder of its own: only the decoder of llmjax.model can be calibrated"
+        )
     for name in linear_names(config):
         try:
             weight = linear_params(params, name)["weight"]
         except (KeyError, TypeError):
             raise UnsupportedModelError(
-                f"the parameters of family {config.family!r} have no {name}: only decoders of llmjax.model can be calibrated"
+                f"the parameters of family {config.family!r} have no {name}: only the decoder of llmjax.model can be calibrated"
             ) from None
         if isinstance(weight, QuantizedTensor):
             raise UnsupportedModelError(f"{name}: the weight is quantised already; calibrate the float model it was made from")
+
+
+def refuse_bad_weights(params: Params, config: ModelConfig) -> None:
+    """Raises `ModelError` by its name for the weight of a linear that holds NaN or infinity."""
+    for name in linear_names(config):
+        weight = linear_params(params, name)["weight"]
+        if bool(_all_finite(weight)):
+            continue
+        try:
+            check_finite(f"{name}.weight", weight)
+        except ValueError as error:
+            raise ModelError(f"{error}: look at the checkpoint, or load it in a wider dtype") from None
 
 
 def groups(lengths: Sequence[int], tokens: int) -> Iterator[range]:
@@ -112,22 +135,22 @@ def pack(samples: Sequence[Sequence[int]]) -> Packed:
     return Packed(batch, jnp.arange(tokens) < int(lengths.sum()))
 
 
-def embed(params: Params, packed: Packed) -> Float[Array, "T D"]:
+def embed(params: Params, packed: Packed, *, config: ModelConfig) -> Float[Array, "T D"]:
     """The residual stream in front of the first layer."""
-    return jnp.take(params["embed"]["weight"], packed.batch.tokens, axis=0, mode="clip")
+    return embedded(params["embed"]["weight"], packed.batch.tokens, jnp.dtype(config.dtype))
 
 
 def run_layer(
-    params: Params, index: int, x: Float[Array, "T D"], packed: Packed, *, config: ModelConfig, rounded: str = ""
+    params: Params, index: int, x: Float[Array, "T D"], packed: Packed, *, config: ModelConfig, scheme: Scheme = "w8a16"
 ) -> tuple[Float[Array, "T D"], list[LinearInput]]:
     """One layer over whole samples: the residual stream behind it, and the inputs of its linears.
 
     Args:
-        params: of the whole model; the linears of this layer may be others than the model's own.
-        rounded: the linear ("mlp.down") whose input is quantised to int8 with a scale a token and back; "" for none.
+        params: of the whole model; linears of this layer may be int8 in place of the model's own.
+        scheme: how those are multiplied, see `product`; with float linears it is better left alone: each is a program.
     """
     window = jnp.int32(config.sliding_windows[index])
-    x, inputs = _layer(params["layers"][index], x, packed.batch, window, config=_of_one_layer(config), rounded=rounded)
+    x, inputs = _layer(params["layers"][index], x, packed.batch, window, config=_of_one_layer(config), scheme=scheme)
     return x, [LinearInput(f"layers.{index}.{linear}", inputs[linear]) for linear in LINEARS]
 
 
@@ -136,10 +159,28 @@ def final_hidden(params: Params, x: Float[Array, "T D"], *, config: ModelConfig)
     return rms_norm(x, params["final_norm"]["weight"], config.norm_eps)
 
 
-def rounded_tokens(x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-    """x quantised to int8 with a scale a token and back, in its dtype."""
-    qvalue, scale = quantize_tokens(x)
-    return dequantize(QuantizedTensor(qvalue, scale), x.dtype)
+def product(
+    x: Float[Array, "T in"],
+    weight: Weight,
+    bias: Float[Array, "out"] | None = None,
+    *,
+    scheme: Scheme,
+    residual: Float[Array, "T out"] | None = None,
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "T out"]:
+    """What the model multiplies by a weight. Under "w8a8" an int8 one always meets quantised activations: what the device's table
+    says of few tokens is for speed, and does not make them any less sensitive."""
+    if not isinstance(weight, QuantizedTensor):
+        return multiply(x, weight, bias, quantization=None, residual=residual, out_dtype=out_dtype)
+    if scheme == "w8a8":
+        dtype = x.dtype if out_dtype is None else out_dtype
+        return w8a8(*quantize_activations(x), weight, bias, residual=residual, out_dtype=dtype)
+    return w8a16(x, weight, bias, residual=residual, out_dtype=out_dtype)
+
+
+@jax.jit
+def _all_finite(weight: Array) -> Array:
+    return jnp.isfinite(weight).all()
 
 
 def _of_one_layer(config: ModelConfig) -> ModelConfig:
@@ -147,16 +188,16 @@ def _of_one_layer(config: ModelConfig) -> ModelConfig:
     return config.replace(num_layers=1, sliding_windows=(0,))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "rounded"))
+@functools.partial(jax.jit, static_argnames=("config", "scheme"))
 def _layer(
-    layer: Params, x: Float[Array, "T D"], batch: ModelBatch, window: Int[Array, ""], *, config: ModelConfig, rounded: str
+    layer: Params, x: Float[Array, "T D"], batch: ModelBatch, window: Int[Array, ""], *, config: ModelConfig, scheme: Scheme
 ) -> tuple[Float[Array, "T D"], dict[str, Array]]:
     block: Block = nnx.merge(nnx.split(nnx.eval_shape(lambda: Block(config)))[0], layer)
     inputs: dict[str, Array] = {}
 
-    def into(linear: str, value: Array) -> Array:
-        inputs[linear] = value
-        return rounded_tokens(value) if linear == rounded else value
+    def through(name: str, linear: Linear, value: Array, residual: Array | None = None) -> Array:
+        inputs[name] = value
+        return product(value, *linear.arrays(), scheme=scheme, residual=residual)
 
     cos, sin = cos_sin(batch.positions, config)
     attention_inputs = AttentionInputs(
@@ -166,15 +207,10 @@ def _layer(
     )  # fmt: skip
     cache = init_cache(config, num_pages=1 + len(batch.tokens) // _PAGE_SIZE + ROWS, page_size=_PAGE_SIZE)
     normed = rms_norm(x, block.attention_norm.weight[...], config.norm_eps)
-    qkv = dense(into("attention.qkv", normed), *block.attention.qkv.arrays())
+    qkv = through("attention.qkv", block.attention.qkv, normed)
     attention, _ = block.attention.attend(qkv, attention_inputs, cache, jnp.int32(0), window, decode=False)
-    x = _added(into("attention.out", attention), x, block.attention.out)
+    x = through("attention.out", block.attention.out, attention, x)
     normed = rms_norm(x, block.mlp_norm.weight[...], config.norm_eps)
-    gate_up = dense(into("mlp.gate_up", normed), *block.mlp.gate_up.arrays())
-    x = _added(into("mlp.down", gated(gate_up, config.activation)), x, block.mlp.down)
+    gate_up = through("mlp.gate_up", block.mlp.gate_up, normed)
+    x = through("mlp.down", block.mlp.down, gated(gate_up, config.activation), x)
     return x, inputs
-
-
-def _added(x: Array, residual: Array, linear: Any) -> Array:
-    weight, bias = linear.arrays()
-    return residual_dense(x, weight, residual, bias)

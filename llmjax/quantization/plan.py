@@ -7,13 +7,12 @@ import fnmatch
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from llmjax.errors import ConfigError
 from llmjax.model.config import DTYPES
+from llmjax.model.quantization import SCHEMES, Scheme
 
-Scheme = Literal["w8a16", "w8a8"]
-SCHEMES: tuple[Scheme, ...] = ("w8a16", "w8a8")
 _FORMAT = 1
 
 
