@@ -21,7 +21,7 @@ from llmjax.errors import ModelError, UnsupportedModelError
 from llmjax.model.batch import ModelBatch
 from llmjax.model.config import ModelConfig
 from llmjax.model.kv_cache import init_cache
-from llmjax.model.layers import AttentionInputs, Block, Linear
+from llmjax.model.layers import Attention, AttentionInputs
 from llmjax.model.mixed_layer import Weight, multiply
 from llmjax.model.mixed_layer import embed as embedded
 from llmjax.model.quantization import Scheme
@@ -149,9 +149,15 @@ def run_layer(
         params: of the whole model; linears of this layer may be int8 in place of the model's own.
         scheme: how those are multiplied, see `product`; with float linears it is better left alone: each is a program.
     """
-    window = jnp.int32(config.sliding_windows[index])
-    x, inputs = _layer(params["layers"][index], x, packed.batch, window, config=_of_one_layer(config), scheme=scheme)
-    return x, [LinearInput(f"layers.{index}.{linear}", inputs[linear]) for linear in LINEARS]
+    layer, own = params["layers"][index], _of_one_layer(config)
+    norms = {name: node for name, node in layer["attention"].items() if name.endswith("norm")}
+    normed, qkv = _project(layer["attention_norm"]["weight"], layer["attention"]["qkv"], x, config=own, scheme=scheme)
+    attention = _attend(norms, qkv, packed.batch, jnp.int32(config.sliding_windows[index]), config=own)
+    x, *behind = _behind(
+        layer["attention"]["out"], layer["mlp_norm"]["weight"], layer["mlp"], attention, x, config=own, scheme=scheme
+    )
+    inputs = zip(LINEARS, (normed, attention, *behind), strict=True)
+    return x, [LinearInput(f"layers.{index}.{linear}", value) for linear, value in inputs]
 
 
 def final_hidden(params: Params, x: Float[Array, "T D"], *, config: ModelConfig) -> Float[Array, "T D"]:
@@ -189,28 +195,48 @@ def _of_one_layer(config: ModelConfig) -> ModelConfig:
 
 
 @functools.partial(jax.jit, static_argnames=("config", "scheme"))
-def _layer(
-    layer: Params, x: Float[Array, "T D"], batch: ModelBatch, window: Int[Array, ""], *, config: ModelConfig, scheme: Scheme
-) -> tuple[Float[Array, "T D"], dict[str, Array]]:
-    block: Block = nnx.merge(nnx.split(nnx.eval_shape(lambda: Block(config)))[0], layer)
-    inputs: dict[str, Array] = {}
+def _project(
+    norm: Array, linear: Params, x: Float[Array, "T D"], *, config: ModelConfig, scheme: Scheme
+) -> tuple[Float[Array, "T D"], Float[Array, "T Q"]]:
+    """What goes into the projection to q, k and v, and what it gives."""
+    normed = rms_norm(x, norm, config.norm_eps)
+    return normed, _through(linear, normed, scheme)
 
-    def through(name: str, linear: Linear, value: Array, residual: Array | None = None) -> Array:
-        inputs[name] = value
-        return product(value, *linear.arrays(), scheme=scheme, residual=residual)
 
+@functools.partial(jax.jit, static_argnames="config")
+def _attend(
+    norms: Params, qkv: Float[Array, "T Q"], batch: ModelBatch, window: Int[Array, ""], *, config: ModelConfig
+) -> Float[Array, "T NH"]:
+    attention = nnx.eval_shape(lambda: Attention(config))
+    nnx.update(attention, norms)
     cos, sin = cos_sin(batch.positions, config)
-    attention_inputs = AttentionInputs(
+    inputs = AttentionInputs(
         cos=cos, sin=sin,
         pages=batch.slot_mapping // _PAGE_SIZE, offsets=batch.slot_mapping % _PAGE_SIZE,
         page_table=batch.page_table, seq_lens=batch.seq_lens, query_starts=batch.query_starts,
     )  # fmt: skip
     cache = init_cache(config, num_pages=1 + len(batch.tokens) // _PAGE_SIZE + ROWS, page_size=_PAGE_SIZE)
-    normed = rms_norm(x, block.attention_norm.weight[...], config.norm_eps)
-    qkv = through("attention.qkv", block.attention.qkv, normed)
-    attention, _ = block.attention.attend(qkv, attention_inputs, cache, jnp.int32(0), window, decode=False)
-    x = through("attention.out", block.attention.out, attention, x)
-    normed = rms_norm(x, block.mlp_norm.weight[...], config.norm_eps)
-    gate_up = through("mlp.gate_up", block.mlp.gate_up, normed)
-    x = through("mlp.down", block.mlp.down, gated(gate_up, config.activation), x)
-    return x, inputs
+    out: Array = attention.attend(qkv, inputs, cache, jnp.int32(0), window, decode=False)[0]
+    return out
+
+
+@functools.partial(jax.jit, static_argnames=("config", "scheme"))
+def _behind(
+    out: Params,
+    norm: Array,
+    mlp: Params,
+    attention: Float[Array, "T NH"],
+    x: Float[Array, "T D"],
+    *,
+    config: ModelConfig,
+    scheme: Scheme,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Float[Array, "T F"]]:
+    """The residual stream behind the layer, and what went into gate_up and down."""
+    x = _through(out, attention, scheme, x)
+    normed = rms_norm(x, norm, config.norm_eps)
+    gates = gated(_through(mlp["gate_up"], normed, scheme), config.activation)
+    return _through(mlp["down"], gates, scheme, x), normed, gates
+
+
+def _through(linear: Params, x: Array, scheme: Scheme, residual: Array | None = None) -> Array:
+    return product(x, linear["weight"], linear.get("bias"), scheme=scheme, residual=residual)
