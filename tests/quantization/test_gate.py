@@ -63,6 +63,7 @@ def test_a_sound_candidate_passes_every_check():
         (read(tokens=999, baseline_nll=2000.0, candidate_nll=2000.0, same_best=999, kl_sum=0.0), "tokens"),
         (dataclasses.replace(SOUND, loops=Paired(neither=15)), "loop_rate_increase.outputs"),
         (dataclasses.replace(SOUND, loops=None), "loop_rate_increase"),
+        (dataclasses.replace(SOUND, loops=Paired()), "loop_rate_increase"),
         (dataclasses.replace(SOUND, exact_match=Paired(neither=50)), "exact_match_ratio"),
         (read(candidate_nll=1e9), "perplexity_ratio"),
         (read(candidate_nll=math.nan), "perplexity_ratio"),
