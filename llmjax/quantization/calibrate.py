@@ -6,7 +6,6 @@ Owns the order of samples, what is cut, and the checkpoint of a run. Ranges, smo
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -155,7 +154,7 @@ def begin(identity: str, params: Params, config: ModelConfig) -> Calibration:
 _Counted = tuple[tuple[Array, Array, Array], tuple[Array, Array, Array], Array]
 
 
-@functools.partial(jax.jit)
+@jax.jit
 def _counted(x: Float[Array, "T D"], counted: Bool[Array, "T"]) -> _Counted:
     """Summaries over the tensor and over tokens, and the largest magnitude of each channel."""
     channels = jnp.max(jnp.where(counted[:, None], jnp.abs(x.astype(jnp.float32)), 0.0), axis=0)
