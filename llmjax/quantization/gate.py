@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -89,7 +90,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name, metric in METRICS.items():
             value = getattr(self, f"{metric.bound}_{name}")
-            if value is not None and not (type(value) in (int, float) and math.isfinite(value) and value >= 0):
+            if value is not None and not (type(value) in (int, float) and 0 <= value <= sys.float_info.max):
                 raise ConfigError(f"the limit of {name} must be a finite number from 0 on, or null for none, got {value!r}")
         for name in ("min_tokens", "min_outputs"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:

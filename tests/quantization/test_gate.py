@@ -138,6 +138,7 @@ def test_limits_as_yaml_has_them():
         ([{"metric": "kl", "max": 1}, {"metric": "kl", "max": 2}], "twice"),
         ([{"metric": "kl", "max": math.nan}], "finite number"),
         ([{"metric": "kl", "max": -1}], "finite number"),
+        ([{"metric": "kl", "max": 10**400}], "finite number"),
         ([{"metric": "kl", "max": "1"}], "finite number"),
         ([{"metric": "kl", "max": True}], "finite number"),
     ],
