@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -82,9 +81,8 @@ def measure_sensitivity(
         NonFiniteError: the float model itself gives NaN or infinity; it names the linear.
         UnsupportedModelError: not a float decoder of llmjax.model.
     """
-    if scheme not in SCHEMES or weights not in get_args(Granularity):
-        told = " or ".join(get_args(Granularity))
-        raise ConfigError(f"sensitivity: choose a scheme of {', '.join(SCHEMES)} and weights by {told}")
+    if scheme not in SCHEMES or weights not in ("channel", "tensor"):
+        raise ConfigError(f"sensitivity: choose a scheme of {', '.join(SCHEMES)} and weights by channel or tensor")
     if sequence_length < 1 or (kl_samples is not None and kl_samples < 1):
         raise ConfigError(f"sensitivity: sequence_length and kl_samples are at least 1, got {sequence_length} and {kl_samples}")
     check_walkable(params, config)
