@@ -6,13 +6,14 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from llmjax.errors import ConfigError
 from llmjax.model.config import DTYPES
-from llmjax.model.quantization import SCHEMES, Scheme
 from llmjax.quantization.patterns import matches
 
+Scheme = Literal["w8a16", "w8a8"]
+SCHEMES: tuple[Scheme, ...] = ("w8a16", "w8a8")
 _FORMAT = 1
 
 
