@@ -47,7 +47,7 @@ HOST_ONLY = [
     "llmjax/model/quantization.py", "llmjax/model/checkpoint/compressed_tensors.py", "llmjax/model/checkpoint/hf_export.py",
     "llmjax/quantization/__init__.py", "llmjax/quantization/log_bins.py", "llmjax/quantization/observers.py",
     "llmjax/quantization/samples.py", "llmjax/quantization/calibration.py", "llmjax/quantization/drift.py",
-    "llmjax/quantization/plan.py",
+    "llmjax/quantization/plan.py", "llmjax/quantization/patterns.py",
     "llmjax/engine/config.py", "llmjax/engine/outputs.py", "llmjax/engine/output_processor.py", "llmjax/engine/engine_trace.py",
     "llmjax/engine/tokenizer.py", "llmjax/engine/hf_tokenizer.py", "llmjax/engine/gguf_tokenizer.py",
     "llmjax/engine/token_pieces.py", "llmjax/engine/chat_template.py", "llmjax/engine/detokenizer.py",

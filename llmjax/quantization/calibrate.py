@@ -6,7 +6,6 @@ Owns the order of samples, what is cut, and the checkpoint of a run. Ranges, smo
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from llmjax.quantization.layer_walk import (
     linear_names,
     linear_params,
     pack,
+    refuse_bad_weights,
     run_layer,
 )
 from llmjax.quantization.log_bins import histogram
@@ -85,6 +85,7 @@ def calibrate(
 
     Raises:
         ConfigError: there is no sample with a token, a token id is not the model's, or the checkpoint is of another calibration.
+        ModelError: the weight of a linear holds NaN or infinity; it names the parameter.
         NonFiniteError: an input is NaN or infinite; it names the linear and the samples. The checkpoint stays as it was.
         UnsupportedModelError: not a float decoder of llmjax.model.
         StoreError: the checkpoint cannot be read or written.
@@ -95,6 +96,8 @@ def calibrate(
     lengths = [min(len(sample), limit) for sample in chosen]
     identity = _identity(chosen, config, settings, model_identity)
     calibration = _begun(directory, identity, params, config)
+    if calibration.samples < len(chosen):
+        refuse_bad_weights(params, config)  # those of the last layer would be seen by no linear
     calibration.empty = total - len(chosen)
     _warn(chosen, limit, calibration.empty)
     tell = progress or (lambda finished, of: None)
@@ -118,7 +121,7 @@ def collect(
     `calibrate` does; nothing is added then.
     """
     packed = pack([sample[:limit] for sample in samples])
-    x = embed(params, packed)
+    x = embed(params, packed, config=config)
     seen: list[tuple[str, _Counted]] = []
     for index in range(config.num_layers):
         x, inputs = run_layer(params, index, x, packed, config=config)
@@ -151,7 +154,7 @@ def begin(identity: str, params: Params, config: ModelConfig) -> Calibration:
 _Counted = tuple[tuple[Array, Array, Array], tuple[Array, Array, Array], Array]
 
 
-@functools.partial(jax.jit)
+@jax.jit
 def _counted(x: Float[Array, "T D"], counted: Bool[Array, "T"]) -> _Counted:
     """Summaries over the tensor and over tokens, and the largest magnitude of each channel."""
     channels = jnp.max(jnp.where(counted[:, None], jnp.abs(x.astype(jnp.float32)), 0.0), axis=0)

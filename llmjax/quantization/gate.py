@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -89,7 +90,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name, metric in METRICS.items():
             value = getattr(self, f"{metric.bound}_{name}")
-            if value is not None and not (type(value) in (int, float) and math.isfinite(value) and value >= 0):
+            if value is not None and not (type(value) in (int, float) and 0 <= value <= sys.float_info.max):
                 raise ConfigError(f"the limit of {name} must be a finite number from 0 on, or null for none, got {value!r}")
         for name in ("min_tokens", "min_outputs"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
@@ -257,20 +258,25 @@ def _enough(name: str, count: int, needed: int, what: str) -> Check:
     return Check(name, count >= needed, float(count), "min", float(needed), 0.0, reason)
 
 
+def _asked(pairs: Paired | None) -> Paired | None:
+    """None where nothing was asked."""
+    return pairs if pairs is not None and pairs.count else None
+
+
 def _loop_rate(quality: Quality) -> _Found | None:
-    loops = quality.loops
+    loops = _asked(quality.loops)
     return None if loops is None else _Found(loops.candidate / loops.count, 0.0, loops.count)
 
 
 def _loop_rate_increase(quality: Quality) -> _Found | None:
-    loops = quality.loops
+    loops = _asked(quality.loops)
     if loops is None:
         return None
     return _Found((loops.candidate - loops.baseline) / loops.count, _allowance(loops, loops.count), loops.count)
 
 
 def _exact_match_ratio(quality: Quality) -> _Found | None:
-    solved = quality.exact_match
+    solved = _asked(quality.exact_match)
     if solved is None:
         return None
     if not solved.baseline:
@@ -281,7 +287,7 @@ def _exact_match_ratio(quality: Quality) -> _Found | None:
 
 
 def _arithmetic_drop(quality: Quality) -> _Found | None:
-    sums = quality.arithmetic
+    sums = _asked(quality.arithmetic)
     return (
         None if sums is None else _Found((sums.baseline - sums.candidate) / sums.count, _allowance(sums, sums.count), sums.count)
     )

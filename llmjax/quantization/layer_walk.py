@@ -1,15 +1,15 @@
 """The decoder one layer at a time, with what goes into each of its linears: what calibration and sensitivity look at.
 
-Owns the packing of samples and the walk; the layers' mathematics are those of `llmjax.model.layers` with nothing fused, so the
-program that serves has no hook in it. Equal to `transformer.forward` (a test compares them for every family). Pure but for
-packing. Keeps no KV cache: a layer's is thrown away when its attention is done.
+Owns the packing of samples and the walk; the layers' mathematics are those of `llmjax.model.layers` and `mixed_layer` with
+nothing fused, so the program that serves has no hook in it. Equal to `transformer.forward`, whatever dtypes the weights have (a
+test compares them to the bit). Pure but for packing. Keeps no KV cache: a layer's is thrown away when its attention is done.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,23 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from llmjax.errors import UnsupportedModelError
+from llmjax.errors import ModelError, UnsupportedModelError
 from llmjax.model.batch import ModelBatch
 from llmjax.model.config import ModelConfig
 from llmjax.model.kv_cache import init_cache
-from llmjax.model.layers import AttentionInputs, Block
+from llmjax.model.layers import Attention, AttentionInputs
+from llmjax.model.mixed_layer import Weight, multiply
+from llmjax.model.mixed_layer import embed as embedded
+from llmjax.model.quantization import Scheme
+from llmjax.model.registry import get_model, is_shared_decoder
 from llmjax.model.rope import cos_sin
 from pallas_kernels.fused_norm import rms_norm
 from pallas_kernels.gated_activation import gated
-from pallas_kernels.matmul import dense, residual_dense
-from pallas_kernels.quantized import QuantizedTensor, dequantize, quantize_tokens
+from pallas_kernels.int8_matmul import quantize_activations, w8a8, w8a16
+from pallas_kernels.quantized import QuantizedTensor, check_finite
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 Params = dict[str, Any]
 LINEARS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
@@ -66,16 +73,32 @@ def linear_params(params: Params, name: str) -> Params:
 
 
 def check_walkable(params: Params, config: ModelConfig) -> None:
-    """Raises `UnsupportedModelError` unless this is a float decoder of the shared kind."""
+    """Raises `UnsupportedModelError` unless this is the shared decoder with float linears."""
+    if not is_shared_decoder(get_model(config.family)):
+        raise UnsupportedModelError(
+            f"family {config.family!r} has a decoder of its own: only the decoder of llmjax.model can be calibrated"
+        )
     for name in linear_names(config):
         try:
             weight = linear_params(params, name)["weight"]
         except (KeyError, TypeError):
             raise UnsupportedModelError(
-                f"the parameters of family {config.family!r} have no {name}: only decoders of llmjax.model can be calibrated"
+                f"the parameters of family {config.family!r} have no {name}: only the decoder of llmjax.model can be calibrated"
             ) from None
         if isinstance(weight, QuantizedTensor):
             raise UnsupportedModelError(f"{name}: the weight is quantised already; calibrate the float model it was made from")
+
+
+def refuse_bad_weights(params: Params, config: ModelConfig) -> None:
+    """Raises `ModelError` by its name for the weight of a linear that holds NaN or infinity."""
+    for name in linear_names(config):
+        weight = linear_params(params, name)["weight"]
+        if bool(_all_finite(weight)):
+            continue
+        try:
+            check_finite(f"{name}.weight", weight)
+        except ValueError as error:
+            raise ModelError(f"{error}: look at the checkpoint, or load it in a wider dtype") from None
 
 
 def groups(lengths: Sequence[int], tokens: int) -> Iterator[range]:
@@ -112,23 +135,29 @@ def pack(samples: Sequence[Sequence[int]]) -> Packed:
     return Packed(batch, jnp.arange(tokens) < int(lengths.sum()))
 
 
-def embed(params: Params, packed: Packed) -> Float[Array, "T D"]:
+def embed(params: Params, packed: Packed, *, config: ModelConfig) -> Float[Array, "T D"]:
     """The residual stream in front of the first layer."""
-    return jnp.take(params["embed"]["weight"], packed.batch.tokens, axis=0, mode="clip")
+    return embedded(params["embed"]["weight"], packed.batch.tokens, jnp.dtype(config.dtype))
 
 
 def run_layer(
-    params: Params, index: int, x: Float[Array, "T D"], packed: Packed, *, config: ModelConfig, rounded: str = ""
+    params: Params, index: int, x: Float[Array, "T D"], packed: Packed, *, config: ModelConfig, scheme: Scheme = "w8a16"
 ) -> tuple[Float[Array, "T D"], list[LinearInput]]:
     """One layer over whole samples: the residual stream behind it, and the inputs of its linears.
 
     Args:
-        params: of the whole model; the linears of this layer may be others than the model's own.
-        rounded: the linear ("mlp.down") whose input is quantised to int8 with a scale a token and back; "" for none.
+        params: of the whole model; linears of this layer may be int8 in place of the model's own.
+        scheme: how those are multiplied, see `product`; with float linears it is better left alone: each is a program.
     """
-    window = jnp.int32(config.sliding_windows[index])
-    x, inputs = _layer(params["layers"][index], x, packed.batch, window, config=_of_one_layer(config), rounded=rounded)
-    return x, [LinearInput(f"layers.{index}.{linear}", inputs[linear]) for linear in LINEARS]
+    layer, own = params["layers"][index], _of_one_layer(config)
+    norms = {name: node for name, node in layer["attention"].items() if name.endswith("norm")}
+    normed, qkv = _project(layer["attention_norm"]["weight"], layer["attention"]["qkv"], x, config=own, scheme=scheme)
+    attention = _attend(norms, qkv, packed.batch, jnp.int32(config.sliding_windows[index]), config=own)
+    x, *behind = _behind(
+        layer["attention"]["out"], layer["mlp_norm"]["weight"], layer["mlp"], attention, x, config=own, scheme=scheme
+    )
+    inputs = zip(LINEARS, (normed, attention, *behind), strict=True)
+    return x, [LinearInput(f"layers.{index}.{linear}", value) for linear, value in inputs]
 
 
 def final_hidden(params: Params, x: Float[Array, "T D"], *, config: ModelConfig) -> Float[Array, "T D"]:
@@ -136,10 +165,28 @@ def final_hidden(params: Params, x: Float[Array, "T D"], *, config: ModelConfig)
     return rms_norm(x, params["final_norm"]["weight"], config.norm_eps)
 
 
-def rounded_tokens(x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-    """x quantised to int8 with a scale a token and back, in its dtype."""
-    qvalue, scale = quantize_tokens(x)
-    return dequantize(QuantizedTensor(qvalue, scale), x.dtype)
+def product(
+    x: Float[Array, "T in"],
+    weight: Weight,
+    bias: Float[Array, "out"] | None = None,
+    *,
+    scheme: Scheme,
+    residual: Float[Array, "T out"] | None = None,
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "T out"]:
+    """What the model multiplies by a weight. Under "w8a8" an int8 one always meets quantised activations: what the device's table
+    says of few tokens is for speed, and does not make them any less sensitive."""
+    if not isinstance(weight, QuantizedTensor):
+        return multiply(x, weight, bias, quantization=None, residual=residual, out_dtype=out_dtype)
+    if scheme == "w8a8":
+        dtype = x.dtype if out_dtype is None else out_dtype
+        return w8a8(*quantize_activations(x), weight, bias, residual=residual, out_dtype=dtype)
+    return w8a16(x, weight, bias, residual=residual, out_dtype=out_dtype)
+
+
+@jax.jit
+def _all_finite(weight: Array) -> Array:
+    return jnp.isfinite(weight).all()
 
 
 def _of_one_layer(config: ModelConfig) -> ModelConfig:
@@ -147,34 +194,49 @@ def _of_one_layer(config: ModelConfig) -> ModelConfig:
     return config.replace(num_layers=1, sliding_windows=(0,))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "rounded"))
-def _layer(
-    layer: Params, x: Float[Array, "T D"], batch: ModelBatch, window: Int[Array, ""], *, config: ModelConfig, rounded: str
-) -> tuple[Float[Array, "T D"], dict[str, Array]]:
-    block: Block = nnx.merge(nnx.split(nnx.eval_shape(lambda: Block(config)))[0], layer)
-    inputs: dict[str, Array] = {}
+@functools.partial(jax.jit, static_argnames=("config", "scheme"))
+def _project(
+    norm: Array, linear: Params, x: Float[Array, "T D"], *, config: ModelConfig, scheme: Scheme
+) -> tuple[Float[Array, "T D"], Float[Array, "T Q"]]:
+    """What goes into the projection to q, k and v, and what it gives."""
+    normed = rms_norm(x, norm, config.norm_eps)
+    return normed, _through(linear, normed, scheme)
 
-    def into(linear: str, value: Array) -> Array:
-        inputs[linear] = value
-        return rounded_tokens(value) if linear == rounded else value
 
+@functools.partial(jax.jit, static_argnames="config")
+def _attend(
+    norms: Params, qkv: Float[Array, "T Q"], batch: ModelBatch, window: Int[Array, ""], *, config: ModelConfig
+) -> Float[Array, "T NH"]:
+    attention = nnx.eval_shape(lambda: Attention(config))
+    nnx.update(attention, norms)
     cos, sin = cos_sin(batch.positions, config)
-    attention_inputs = AttentionInputs(
+    inputs = AttentionInputs(
         cos=cos, sin=sin,
         pages=batch.slot_mapping // _PAGE_SIZE, offsets=batch.slot_mapping % _PAGE_SIZE,
         page_table=batch.page_table, seq_lens=batch.seq_lens, query_starts=batch.query_starts,
     )  # fmt: skip
     cache = init_cache(config, num_pages=1 + len(batch.tokens) // _PAGE_SIZE + ROWS, page_size=_PAGE_SIZE)
-    normed = rms_norm(x, block.attention_norm.weight[...], config.norm_eps)
-    qkv = dense(into("attention.qkv", normed), *block.attention.qkv.arrays())
-    attention, _ = block.attention.attend(qkv, attention_inputs, cache, jnp.int32(0), window, decode=False)
-    x = _added(into("attention.out", attention), x, block.attention.out)
-    normed = rms_norm(x, block.mlp_norm.weight[...], config.norm_eps)
-    gate_up = dense(into("mlp.gate_up", normed), *block.mlp.gate_up.arrays())
-    x = _added(into("mlp.down", gated(gate_up, config.activation)), x, block.mlp.down)
-    return x, inputs
+    out: Array = attention.attend(qkv, inputs, cache, jnp.int32(0), window, decode=False)[0]
+    return out
 
 
-def _added(x: Array, residual: Array, linear: Any) -> Array:
-    weight, bias = linear.arrays()
-    return residual_dense(x, weight, residual, bias)
+@functools.partial(jax.jit, static_argnames=("config", "scheme"))
+def _behind(
+    out: Params,
+    norm: Array,
+    mlp: Params,
+    attention: Float[Array, "T NH"],
+    x: Float[Array, "T D"],
+    *,
+    config: ModelConfig,
+    scheme: Scheme,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Float[Array, "T F"]]:
+    """The residual stream behind the layer, and what went into gate_up and down."""
+    x = _through(out, attention, scheme, x)
+    normed = rms_norm(x, norm, config.norm_eps)
+    gates = gated(_through(mlp["gate_up"], normed, scheme), config.activation)
+    return _through(mlp["down"], gates, scheme, x), normed, gates
+
+
+def _through(linear: Params, x: Array, scheme: Scheme, residual: Array | None = None) -> Array:
+    return product(x, linear["weight"], linear.get("bias"), scheme=scheme, residual=residual)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 from llmjax.errors import ConfigError
 from llmjax.model.config import DTYPES
+from llmjax.quantization.patterns import matches
 
 Scheme = Literal["w8a16", "w8a8"]
 SCHEMES: tuple[Scheme, ...] = ("w8a16", "w8a8")
@@ -149,14 +149,9 @@ def make_plan(
 
 
 def kept_dtype(parameter: str, keep: Mapping[str, str]) -> str | None:
-    """The dtype of the first pattern that fits a parameter's name, or the name of something that it belongs to; None without one.
-
-    Patterns are shell-like: "lm_head" and "layers.0" fit all below them, "*norm*" fits every norm, "layers.*.mlp.down" every such
-    linear.
-    """
-    parts = parameter.split(".")
-    names = [".".join(parts[: length + 1]) for length in range(len(parts))]
-    return next((dtype for pattern, dtype in keep.items() if any(fnmatch.fnmatchcase(name, pattern) for name in names)), None)
+    """The dtype of the last pattern that names a parameter ("layers.0.mlp.down.weight"), None without one; see `patterns.py`."""
+    path = tuple(parameter.split("."))
+    return next((dtype for pattern, dtype in reversed([*keep.items()]) if matches(pattern, path)), None)
 
 
 def ranked(sensitivities: Sequence[LinearSensitivity]) -> list[LinearSensitivity]:

@@ -1,13 +1,13 @@
 """Quantise the weights of a loaded model: which of them by pattern, each by rounding to nearest. Imports JAX.
 
-Owns the language of the patterns and the walk over the parameters. Must not know calibration, gates, stages or the engine.
+Owns the walk over the parameters (`patterns.py` has the language). Must not know calibration, gates, stages or the engine.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -18,18 +18,10 @@ from llmjax.model.checkpoint.int8 import in_kernel_order
 from llmjax.model.config import ModelConfig
 from llmjax.model.param_spec import Path, is_norm, iter_params, leaf_name, stacked_rows, unknown_weights
 from llmjax.model.quantization import SCHEMES, STORED_DTYPES, Quantization, Scheme
+from llmjax.quantization.patterns import GROUPS, matches
 from pallas_kernels.quantized import QuantizedTensor, check_finite, rounded, scale_of
 
 Granularity = Literal["channel", "tensor"]
-
-GROUPS: dict[str, tuple[str, ...]] = {
-    "linear": ("layers.*.attention.*.weight", "layers.*.mlp.*.weight"),
-    "attention": ("layers.*.attention.*.weight",),
-    "mlp": ("layers.*.mlp.*.weight",),
-    "embeddings": ("embed.weight",),
-    "head": ("lm_head.weight",),
-}
-"""Names that stand for several weights. Norms are float32 in every group."""
 
 LINEARS_IN_INT8: Mapping[str, str] = {"linear": "int8"}
 
@@ -51,8 +43,7 @@ def plan_quantization(
             same one, and keeps it when the model is loaded in another.
         keep: pattern -> dtype as well, with the word over all of `dtypes`.
 
-    A pattern is a name of `GROUPS`; or it is compared, with the wildcards * ? [], with a weight's whole name
-    ("layers.3.mlp.down.weight") and with each beginning and each end of it between dots ("layers.3", "mlp.down.weight", "down").
+    What patterns may be: see `patterns.py`.
 
     Raises ConfigError for another scheme or dtype, for a pattern that matches nothing, for a norm in another dtype than float32,
     and when no weight is int8.
@@ -64,7 +55,7 @@ def plan_quantization(
     for pattern, dtype in rules:
         if dtype not in STORED_DTYPES:
             raise ConfigError(f"quantize: {pattern}: dtype {dtype!r}; choose one of {', '.join(STORED_DTYPES)}")
-        matched = [path for path, _, _ in iter_params(config) if path[-1] == "weight" and _matches(pattern, path)]
+        matched = [path for path, _, _ in iter_params(config) if path[-1] == "weight" and matches(pattern, path)]
         if not matched and not _may_be_absent(pattern, config):
             raise ConfigError(f"quantize: pattern {pattern!r} matches no weight; groups are {', '.join(GROUPS)}, a name is like "
                               f"layers.0.mlp.down.weight")  # fmt: skip
@@ -169,21 +160,6 @@ def _quantize(weight: jax.Array, *, rows: tuple[int, ...], granularity: Granular
         largest = jnp.concatenate([jnp.full(n, largest[first : first + n].max()) for first, n in zip(firsts, rows, strict=True)])
     scale = scale_of(largest)
     return QuantizedTensor(rounded(wide, scale[:, None]), scale)
-
-
-def _matches(pattern: str, path: Path) -> bool:
-    names = GROUPS.get(pattern)
-    if names is not None:
-        return not is_norm(path) and any(fnmatch.fnmatchcase(leaf_name(path), name) for name in names)
-    return any(fnmatch.fnmatchcase(name, pattern) for name in _partial_names(path))
-
-
-def _partial_names(path: Path) -> Iterator[str]:
-    """The name, its beginnings and ends, and the ends of the name without "weight"."""
-    for whole in (path, path[:-1]):
-        for cut in range(len(whole)):
-            yield leaf_name(whole[: cut + 1])
-            yield leaf_name(whole[cut:])
 
 
 def _may_be_absent(pattern: str, config: ModelConfig) -> bool:

@@ -54,8 +54,8 @@ class LayerFigures:
 
     @property
     def quantized(self) -> bool:
-        """Whether it is in another type than before."""
-        return self.dtype_before != self.dtype_after
+        """Whether it is int8 now; a layer that was kept in a wider type than before is not."""
+        return self.dtype_after == "int8"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Sensitivity: what quantising each linear alone does to its output, and to the model's.
 
-Owns the measurement. What follows from it is the plan's (`plan.py`).
+Owns the measurement. A linear is made int8 and multiplied as a quantised model does it (a test compares the two models). What
+follows from it is the plan's (`plan.py`).
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from jaxtyping import Array, Bool, Float
 
 from llmjax.errors import ConfigError, NonFiniteError
 from llmjax.model.config import ModelConfig
+from llmjax.model.param_spec import stacked_rows
+from llmjax.model.quantization import SCHEMES, Scheme
 from llmjax.model.transformer import logits
 from llmjax.quantization.layer_walk import (
     LINEARS,
@@ -29,12 +31,13 @@ from llmjax.quantization.layer_walk import (
     linear_names,
     linear_params,
     pack,
-    rounded_tokens,
+    product,
+    refuse_bad_weights,
     run_layer,
 )
-from llmjax.quantization.plan import SCHEMES, LinearSensitivity, Scheme
-from pallas_kernels.matmul import dense
-from pallas_kernels.quantized import check_finite, dequantize, quantize
+from llmjax.quantization.plan import LinearSensitivity
+from llmjax.quantization.quantize import Granularity, quantize_weight
+from pallas_kernels.quantized import QuantizedTensor
 
 _ROWS_AT_ONCE = 64  # tokens whose logits are held, as a vocabulary is large; packed tokens are a multiple of it
 
@@ -53,7 +56,7 @@ def measure_sensitivity(
     samples: Sequence[Sequence[int]],
     *,
     scheme: Scheme,
-    weights: Literal["channel", "tensor"] = "channel",
+    weights: Granularity = "channel",
     sequence_length: int = 1024,
     kl_samples: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -67,15 +70,15 @@ def measure_sensitivity(
         params: a float model.
         samples: token ids; empty ones are left out, long ones cut at `sequence_length` or the model's context.
         scheme: "w8a16" rounds weights to the nearest of a scale, "w8a8" also what goes in, with a scale a token.
-        weights: whether a scale is a row's or the whole matrix's.
+        weights: what shares a scale, as of `quantize_params`: a row, or all of a matrix.
         kl_samples: KL, which takes nearly all of the time, is measured with this many samples, and the others of their group;
             None for all.
         progress: called with the groups of samples that are done, and of how many.
 
     Raises:
         ConfigError: no sample with a token, or a scheme or granularity that there is not.
+        ModelError: the weight of a linear holds NaN or infinity; it names the parameter.
         NonFiniteError: the float model itself gives NaN or infinity; it names the linear.
-        ValueError: a weight holds NaN or infinity; it names the parameter.
         UnsupportedModelError: not a float decoder of llmjax.model.
     """
     if scheme not in SCHEMES or weights not in ("channel", "tensor"):
@@ -83,8 +86,7 @@ def measure_sensitivity(
     if sequence_length < 1 or (kl_samples is not None and kl_samples < 1):
         raise ConfigError(f"sensitivity: sequence_length and kl_samples are at least 1, got {sequence_length} and {kl_samples}")
     check_walkable(params, config)
-    for name in linear_names(config):
-        check_finite(f"{name}.weight", linear_params(params, name)["weight"])
+    refuse_bad_weights(params, config)
     limit = min(sequence_length, config.max_positions)
     todo = [sample[:limit] for sample in samples if len(sample)]
     if not todo:
@@ -104,15 +106,19 @@ def measure_sensitivity(
 
 
 def _measure_outputs(
-    sums: dict[str, _Sums], params: Params, config: ModelConfig, packed: Packed, scheme: Scheme, weights: str
+    sums: dict[str, _Sums], params: Params, config: ModelConfig, packed: Packed, scheme: Scheme, weights: Granularity
 ) -> list[Array]:
     """Adds the errors of the linears' outputs; the float model's residual stream before each layer, and behind the last."""
-    streams = [embed(params, packed)]
+    streams = [embed(params, packed, config=config)]
     for index in range(config.num_layers):
         x, given = run_layer(params, index, streams[-1], packed, config=config)
         streams.append(x)
         for name, value in given:
-            _measure_output(sums[name], name, value, params, packed, scheme, weights)
+            near = _quantised(params, name, config, weights)
+            found = _output_sums(value, linear_params(params, name)["weight"], near, packed.counted, scheme=scheme)
+            if not np.isfinite(found).all():
+                raise NonFiniteError(f"{name}: its inputs or outputs are NaN or infinite: look at the model's weights and dtype")
+            sums[name].output += np.asarray(found)
     return streams
 
 
@@ -123,55 +129,47 @@ def _measure_kl(
     packed: Packed,
     streams: list[Array],
     scheme: Scheme,
-    weights: str,
+    weights: Granularity,
 ) -> None:
     float_hidden = final_hidden(params, streams[-1], config=config)
     head = {name: node for name, node in params.items() if name != "layers"}
     for index in range(config.num_layers):
         for linear in LINEARS:
             name = f"layers.{index}.{linear}"
-            changed = _with_rounded(params, name, weights)
-            rounded = linear if scheme == "w8a8" else ""
-            x, _ = run_layer(changed, index, streams[index], packed, config=config, rounded=rounded)
+            changed = _with_weight(params, name, _quantised(params, name, config, weights))
+            x, _ = run_layer(changed, index, streams[index], packed, config=config, scheme=scheme)
             for behind in range(index + 1, config.num_layers):
                 x, _ = run_layer(params, behind, x, packed, config=config)
             hidden = final_hidden(params, x, config=config)
             sums[name].kl += float(_kl(head, float_hidden, hidden, packed.counted, config=config))
 
 
-def _measure_output(found: _Sums, name: str, x: Array, params: Params, packed: Packed, scheme: Scheme, weights: str) -> None:
-    weight = linear_params(params, name)["weight"]
-    sums = np.asarray(_output_sums(x, weight, packed.counted, by_tensor=weights == "tensor", rounds_inputs=scheme == "w8a8"))
-    if not np.isfinite(sums).all():
-        raise NonFiniteError(f"{name}: its inputs or outputs are NaN or infinite: look at the model's weights and dtype")
-    found.output += sums
-
-
-@functools.partial(jax.jit, static_argnames=("by_tensor", "rounds_inputs"))
+@functools.partial(jax.jit, static_argnames="scheme")
 def _output_sums(
-    x: Float[Array, "T in"], weight: Float[Array, "out in"], counted: Bool[Array, "T"], *, by_tensor: bool, rounds_inputs: bool
+    x: Float[Array, "T in"],
+    weight: Float[Array, "out in"],
+    quantised: QuantizedTensor,
+    counted: Bool[Array, "T"],
+    *,
+    scheme: Scheme,
 ) -> Float[Array, "4"]:
     """See `_Sums`; the product is without bias, in float32."""
     x = jnp.where(counted[:, None], x, 0)
-    y = dense(x, weight, out_dtype=jnp.float32)
-    near = dense(rounded_tokens(x) if rounds_inputs else x, _rounded(weight, by_tensor), out_dtype=jnp.float32)
+    y, near = (product(x, w, scheme=scheme, out_dtype=jnp.float32) for w in (weight, quantised))
     return jnp.stack([jnp.sum(y * y), jnp.sum(near * near), jnp.sum((y - near) ** 2), jnp.sum(y * near)])
 
 
-def _with_rounded(params: Params, name: str, weights: str) -> Params:
-    """The model with the weight of one linear quantised and back; shares all else."""
+def _quantised(params: Params, name: str, config: ModelConfig, weights: Granularity) -> QuantizedTensor:
+    weight = linear_params(params, name)["weight"]
+    return quantize_weight(weight, stacked_rows(config, tuple(name.split(".")), weight.shape), weights)
+
+
+def _with_weight(params: Params, name: str, weight: QuantizedTensor) -> Params:
+    """The model with the weight of one linear changed; shares all else."""
     _, layer, block, linear = name.split(".")
     own = params["layers"][int(layer)]
-    node = own[block][linear]
-    rounded = _rounded(node["weight"], weights == "tensor")
-    changed = own | {block: own[block] | {linear: node | {"weight": rounded}}}
+    changed = own | {block: own[block] | {linear: own[block][linear] | {"weight": weight}}}
     return params | {"layers": params["layers"] | {int(layer): changed}}
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _rounded(weight: Float[Array, "out in"], by_tensor: bool) -> Float[Array, "out in"]:
-    """Quantised and back, in the weight's dtype, as a kernel that widens int8 in registers multiplies it."""
-    return dequantize(quantize(weight, axis=None if by_tensor else 1), weight.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -21,7 +21,8 @@ _SHOTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A prompt and what must come. A text is right when the output begins with it, ids when they are the output's first ones.
+    """A prompt and what must come. A text is right when the output begins with it and its last word does not go on ("8" is not
+    "80"; looked at in ASCII alone, as other scripts need no spaces), ids when they are the output's first ones.
 
     With `number`, the first whole number of the output must be the expected one.
     """
@@ -38,7 +39,9 @@ class Task:
             return output.token_ids[: len(self.expected)] == self.expected
         if self.number:
             return first_number(output.text) == int(self.expected)
-        return output.text.strip().startswith(self.expected.strip())
+        expected, text = self.expected.strip(), output.text.strip()
+        around = (expected[-1:], text[len(expected) : len(expected) + 1])
+        return text.startswith(expected) and not all(one.isascii() and one.isalnum() for one in around)
 
 
 def first_number(text: str) -> int | None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_models import CONFIGS, random_params
 
-from llmjax.errors import ConfigError, NonFiniteError, StoreError
+from llmjax.errors import ConfigError, ModelError, NonFiniteError, StoreError
 from llmjax.quantization import log_bins
 from llmjax.quantization.calibrate import CHECKPOINT, CalibrateSettings, calibrate
 from llmjax.quantization.calibration import Calibration
@@ -45,7 +45,7 @@ def exact_inputs(samples: list[list[int]]) -> dict[str, np.ndarray]:
     found: dict[str, list[np.ndarray]] = {name: [] for name in linear_names(CONFIG)}
     for sample in samples:
         packed = pack([sample])
-        x = embed(PARAMS, packed)
+        x = embed(PARAMS, packed, config=CONFIG)
         for index in range(CONFIG.num_layers):
             x, inputs = run_layer(PARAMS, index, x, packed, config=CONFIG)
             for given in inputs:
@@ -170,8 +170,17 @@ def test_settings_below_one_are_refused(name: str) -> None:
 def test_inputs_that_are_not_finite_are_refused_by_the_linear(tmp_path: Path) -> None:
     params = random_params(CONFIG)
     calibrate(params, CONFIG, SAMPLES[:1], SETTINGS, directory=tmp_path)
-    weight = params["layers"][1]["attention"]["out"]["weight"]
-    params["layers"][1]["attention"]["out"]["weight"] = weight.at[0, 0].set(jnp.nan)
+    params["layers"][1]["mlp_norm"]["weight"] = params["layers"][1]["mlp_norm"]["weight"].at[3].set(jnp.inf)
     with pytest.raises(NonFiniteError, match=r"layers\.1\.mlp\.gate_up: \d+ of its inputs are NaN or infinite in samples 0 to 2"):
         calibrate(params, CONFIG, SAMPLES[:3], SETTINGS, directory=tmp_path / "bad")
     assert not (tmp_path / "bad" / CHECKPOINT).exists()
+
+
+@pytest.mark.parametrize("value", [jnp.nan, -jnp.inf])
+def test_a_bad_weight_is_refused_by_its_name(value: float) -> None:
+    """Of the last linear, whose output goes into no other."""
+    params = random_params(CONFIG)
+    node = params["layers"][1]["mlp"]["down"]
+    node["weight"] = node["weight"].at[4, 7].set(value)
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.down\.weight: 1 values are NaN or infinite, the first at \[4, 7\]"):
+        calibrate(params, CONFIG, SAMPLES[:1], SETTINGS)

@@ -17,7 +17,7 @@ from llmjax.quantization.gate import Limits, judge
 from llmjax.quantization.quality import QualityData, Subject, measure_quality
 from llmjax.quantization.scores import divergence
 
-CONFIG = CONFIGS["qwen2"]  # its last vocabulary rows are padding
+CONFIG = CONFIGS["qwen2"].replace(num_layers=1, sliding_windows=())  # its last vocabulary rows are padding
 LIMITS = Limits(min_tokens=100, min_outputs=4)
 
 
@@ -35,15 +35,16 @@ def broken_params() -> dict[str, Any]:
 def llm() -> LLM:
     return LLM(
         params=sound_params(), config=CONFIG, max_context=128, max_sequences=4, max_tokens_per_step=64, prefill_chunk=64,
-        row_buckets=(4,), token_buckets=(64,), decode_steps=2,
+        row_buckets=(4,), token_buckets=(64,), decode_steps=1,
     )  # fmt: skip
 
 
 def random_ids(length: int) -> list[int]:
-    return np.random.default_rng().integers(0, CONFIG.num_tokens, length).tolist()
+    """The same in every run: among enough random texts there is one whose two best tokens are a rounding apart."""
+    return np.random.default_rng(length).integers(0, CONFIG.num_tokens, length).tolist()
 
 
-@pytest.mark.parametrize("length", [2, 63, 64, 65, 100])
+@pytest.mark.parametrize("length", [2, 63, 64, 65])
 def test_a_forward_scores_as_the_oracle_does(length):
     ids = random_ids(length)
     parts = list(ForwardModel(sound_params(), CONFIG).score(ids, 48))

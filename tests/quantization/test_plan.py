@@ -7,9 +7,12 @@ import math
 from typing import Any
 
 import pytest
+from tiny_models import CONFIGS
 
 from llmjax.errors import ConfigError
+from llmjax.quantization.layer_walk import linear_names
 from llmjax.quantization.plan import LinearSensitivity, Plan, kept_dtype, make_plan, ranked
+from llmjax.quantization.quantize import plan_quantization
 
 FOUND = [
     LinearSensitivity("layers.0.attention.qkv", 0.01, 0.999, 0.001, 300),
@@ -64,12 +67,28 @@ def test_plans_name_what_there_is() -> None:
         Plan.from_json(plan().to_json().replace('"int8"', '"int4"'))
 
 
-def test_the_first_pattern_that_fits_decides() -> None:
+def test_the_last_pattern_that_fits_decides() -> None:
     keep = {"layers.0": "float32", "layers.*.mlp.down": "bfloat16", "lm_head": "float16"}
-    assert kept_dtype("layers.0.mlp.down.weight", keep) == "float32"
+    assert kept_dtype("layers.0.mlp.down.weight", keep) == "bfloat16"
+    assert kept_dtype("layers.0.mlp.gate_up.weight", keep) == "float32"
     assert kept_dtype("layers.10.mlp.down.weight", keep) == "bfloat16"
     assert kept_dtype("layers.1.mlp.gate_up.weight", keep) is None
     assert kept_dtype("lm_head.weight", keep) == "float16"
+
+
+KEEPS = [{"layers.0": "bfloat16", "mlp.down": "float16"}, {"down": "float16"}, {"attention": "bfloat16"}, {"*.qkv": "float16"}]
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_a_plan_keeps_what_the_quantised_model_keeps(keep: dict[str, str]) -> None:
+    """The words of `keep` mean the same in a plan and in `plan_quantization`."""
+    config = CONFIGS["llama"]
+    found = [LinearSensitivity(name, 0.01, 1.0, 0.0, 10) for name in linear_names(config)]
+    made = make_plan(found, scheme="w8a8", model_dtype="float32", keep=keep)
+    stored = plan_quantization(config, "w8a8", keep=keep)
+    assert {name: decision.dtype for name, decision in made.linears.items()} == {
+        name: stored.dtype_of(f"{name}.weight") for name in linear_names(config)
+    }
 
 
 def test_the_worst_comes_first() -> None:

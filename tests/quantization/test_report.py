@@ -84,6 +84,8 @@ def test_sums_and_ranking():
     assert found.linear_share == pytest.approx(2 / 3)
     assert [one.name for one in found.ranking()] == ["layers.2.down", "layers.1.x", "layers.0.down"]  # NaN is the worst
     assert QuantizationReport(title="", date="", layers=[]).linear_share is None
+    wider = layer("layers.3.down", dtype_after="float32")  # kept in more than it had
+    assert report(layers=[*found.layers, wider]).linear_share == pytest.approx(2 / 4)
 
 
 def test_the_page_tells_everything():

@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import CONFIGS, log_softmax, naive_logits, random_params
 
-from llmjax.errors import ConfigError, NonFiniteError
+from llmjax.errors import ConfigError, ModelError, NonFiniteError
+from llmjax.model.kv_cache import init_cache
+from llmjax.model.transformer import forward, logits
 from llmjax.quantization.layer_walk import embed, linear_names, linear_params, pack, run_layer
 from llmjax.quantization.plan import LinearSensitivity, make_plan, ranked
+from llmjax.quantization.quantize import plan_quantization, quantize_params
 from llmjax.quantization.sensitivity import measure_sensitivity
 
 CONFIG = CONFIGS["qwen2"]  # with biases, and rows of padding in the vocabulary
@@ -30,11 +34,18 @@ def naive(params: dict[str, Any], config: Any) -> np.ndarray:
 
 def exact_inputs(params: dict[str, Any], config: Any) -> dict[str, np.ndarray]:
     packed = pack(SAMPLES)
-    x, found = embed(params, packed), {}
+    x, found = embed(params, packed, config=config), {}
     for index in range(config.num_layers):
         x, inputs = run_layer(params, index, x, packed, config=config)
         found |= {given.name: np.asarray(given.x, np.float64)[: sum(map(len, SAMPLES))] for given in inputs}
     return found
+
+
+def by_matrix(weight: np.ndarray, name: str) -> np.ndarray:
+    """A scale for each of q, k and v, and of gate and up."""
+    heads, groups = CONFIG.num_heads * CONFIG.head_dim, CONFIG.num_kv_heads * CONFIG.head_dim
+    cuts = {"qkv": [heads, heads + groups], "gate_up": [CONFIG.mlp_size]}.get(name.rpartition(".")[2], [])
+    return np.concatenate([rounded(part, None) for part in np.split(weight, cuts)])
 
 
 @pytest.mark.parametrize(("scheme", "weights"), [("w8a16", "channel"), ("w8a8", "tensor")])
@@ -47,11 +58,36 @@ def test_each_linear_alone(scheme: Any, weights: Any) -> None:
         weight = np.asarray(linear_params(params, one.name)["weight"], np.float64)
         x = inputs[one.name]
         want = x @ weight.T
-        near = (rounded(x, 1) if scheme == "w8a8" else x) @ rounded(weight, None if weights == "tensor" else 1).T
+        near_weight = by_matrix(weight, one.name) if weights == "tensor" else rounded(weight, 1)
+        near = (rounded(x, 1) if scheme == "w8a8" else x) @ near_weight.T
         assert one.relative_l2 == pytest.approx(np.linalg.norm(want - near) / np.linalg.norm(want), rel=2e-3)
         cosine = (want * near).sum() / np.linalg.norm(want) / np.linalg.norm(near)
         assert one.cosine == pytest.approx(cosine, abs=2e-6)
         assert one.weights == weight.size
+
+
+@pytest.mark.parametrize(
+    ("scheme", "weights", "name"),
+    [("w8a16", "channel", "layers.0.mlp.down"), ("w8a8", "tensor", "layers.0.attention.qkv")],
+)
+def test_kl_is_that_of_the_model_that_is_served(scheme: Any, weights: Any, name: str) -> None:
+    """In bfloat16: the model with one linear made int8 by `quantize_params`, run by its own forward."""
+    config = CONFIG.replace(dtype="bfloat16", num_layers=1, sliding_windows=())
+    params = random_params(config)
+    found = {one.name: one.kl for one in measure_sensitivity(params, config, SAMPLES, scheme=scheme, weights=weights)}
+    run = jax.jit(forward, static_argnames="config")
+    batch = pack(SAMPLES).batch
+    cache = init_cache(config, num_pages=1 + len(batch.tokens) // 16 + 16, page_size=16)
+
+    def log_probabilities(params: Any, config: Any) -> np.ndarray:
+        hidden, _ = run(params, batch, cache, config=config)
+        out = np.asarray(logits(params, hidden, config=config), np.float64)
+        return log_softmax(out[: sum(map(len, SAMPLES)), : config.num_tokens])
+
+    p = log_probabilities(params, config)
+    plan = plan_quantization(config, scheme, dtypes={f"{name}.weight": "int8"})
+    q = log_probabilities(*quantize_params(params, config, plan, granularity=weights))
+    assert found[name] == pytest.approx((np.exp(p) * (p - q)).sum(1).mean(), rel=1e-3)
 
 
 def test_kl_is_that_of_the_models() -> None:
@@ -112,7 +148,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1, got 0 and None"):
         measure_sensitivity(params, config, SAMPLES, scheme="w8a8", sequence_length=0)
     params["layers"][1]["mlp"]["down"]["weight"] = params["layers"][1]["mlp"]["down"]["weight"].at[2, 3].set(jnp.nan)
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down\.weight: 1 values are NaN or infinite, the first at \[2, 3\]"):
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.down\.weight: 1 values are NaN or infinite, the first at \[2, 3\]"):
         measure_sensitivity(params, config, SAMPLES, scheme="w8a8")
     params = random_params(config)
     params["embed"]["weight"] = params["embed"]["weight"].at[7].set(jnp.inf)

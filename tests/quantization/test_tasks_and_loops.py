@@ -50,6 +50,10 @@ def test_the_first_number_of_a_text(text, number):
 def test_what_solves_a_task():
     assert Task("?", "Paris").solved_by(Generation((), "\n Paris, of course"))
     assert not Task("?", "Paris").solved_by(Generation((), "It is Paris"))
+    assert not Task("?", "8").solved_by(Generation((), "80 apples"))
+    assert Task("?", "8").solved_by(Generation((), "8. Next"))
+    assert Task("?", "巴黎").solved_by(Generation((), "巴黎是法国的首都"))
+    assert Task("?", "f(").solved_by(Generation((), "f(x)"))
     assert Task("?", (4, 5)).solved_by(Generation((4, 5, 6)))
     assert not Task("?", (4, 5)).solved_by(Generation((4,)))
     assert Task("?", "8", number=True).solved_by(Generation((), " It is 8\n"))
