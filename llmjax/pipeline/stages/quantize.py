@@ -71,7 +71,7 @@ class QuantizeSection(StageSection):
         32, ge=1, description="Of the calibration's samples, those that sensitivity is measured with, if it is."
     )
     kl_samples: int = Field(
-        1, ge=1, description="Of those, the ones that show what a linear does to the whole model: two passes of it a layer, each."
+        1, ge=0, description="Of those, the ones that show what a linear does to the whole model: two passes of it a layer, each."
     )
     export: OutputPath | None = Field(
         None,
