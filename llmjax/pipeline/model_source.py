@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,12 +72,14 @@ class StoredModel:
         key: of the stage.
         name: what it is called.
         files: of its tokenizer. A folder's are copied into the store, a GGUF file stays where it is.
+        figures: for people, of a model that was just made.
     """
 
     folder: Path
     key: str
     name: str
     files: TokenizerFiles
+    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path, key: str) -> StoredModel:

@@ -58,6 +58,7 @@ def run_quantize(context: StageContext[QuantizeSection]) -> StoredModel:
         loaded.params = _smoothed(loaded, calibration, config.smoothing)
     plan = _measured(loaded, calibration, context)
     quantization = _decided(loaded.config, config, plan)
+    plan = None if plan is None else _settled(plan, quantization, loaded.config.dtype)
     ranges = _weight_ranges(loaded)
     before = loaded.config
     params, after = quantize_params(
@@ -74,27 +75,12 @@ def run_quantize(context: StageContext[QuantizeSection]) -> StoredModel:
     if plan is not None:
         write_whole(folder / _PLAN, plan.to_json() + "\n")
     layers = _layers(before, after, plan, ranges, calibration)
-    write_report(folder, _report(name, layers, config, calibration))
+    report = _report(name, layers, config, calibration)
+    write_report(folder, report)
     if export is not None:
         _export(export, made, files)
         context.reporter.message("info", f"{context.name}: exported to {export}")
-    return StoredModel(folder, context.key, name, files)
-
-
-def summary(model: StoredModel) -> dict[str, Any]:
-    """Figures for people."""
-    report = read_report(model.folder)
-    if report is None:
-        return {}
-    linears = [layer for layer in report.layers if layer.linear]
-    share = report.linear_share
-    return {
-        "model": model.name,
-        "int8 linears": f"{sum(layer.dtype_after == 'int8' for layer in linears)} of {len(linears)}",
-        "share of linear weights": f"{100 * (share or 0):.1f}%",
-        "MiB": round(report.bytes_after / 2**20, 1),
-        "MiB before": round(report.bytes_before / 2**20, 1),
-    }
+    return StoredModel(folder, context.key, name, files, _figures(report))
 
 
 def write_report(folder: Path, report: QuantizationReport) -> None:
@@ -181,6 +167,17 @@ def _decided(model: ModelConfig, config: QuantizeSection, plan: Plan | None) -> 
         raise error
 
 
+def _settled(plan: Plan, quantization: Quantization, dtype: str) -> Plan:
+    """The plan with the patterns' word in it: what becomes of each linear in the end."""
+    from llmjax.quantization.plan import Decision
+
+    linears = {}
+    for name, decision in plan.linears.items():
+        own = quantization.dtype_of(f"{name}.weight") or dtype
+        linears[name] = decision if decision.dtype == own else Decision(own, "kept by a pattern", decision.sensitivity)
+    return dataclasses.replace(plan, linears=linears)
+
+
 def _weight_ranges(loaded: LoadedModel) -> dict[str, Range]:
     """Smallest and largest value of each leaf, by name."""
     import jax.numpy as jnp
@@ -217,7 +214,7 @@ def _layers(
         measured = None if decision is None else decision.sensitivity
         kept = ""
         if linear and new != "int8":
-            kept = decision.reason if decision is not None and decision.dtype != "int8" else "kept by a pattern"
+            kept = "kept by a pattern" if decision is None else decision.reason
         seen = None if statistics is None or calibration is None else statistics.linears.get(name)
         magnitude = None if seen is None else float(seen.tensor.absmax[0])
         layers.append(
@@ -262,6 +259,19 @@ def _report(
         facts |= {"observer": calibration.observer, "ranges of activations are": "of magnitudes"}
     date = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
     return QuantizationReport(title=name, date=date, layers=layers, facts=facts)
+
+
+def _figures(report: QuantizationReport) -> dict[str, Any]:
+    """What became of how much, for people."""
+    linears = [layer for layer in report.layers if layer.linear]
+    share = report.linear_share
+    return {
+        "model": report.title,
+        "int8 linears": f"{sum(layer.dtype_after == 'int8' for layer in linears)} of {len(linears)}",
+        "share of linear weights": f"{100 * (share or 0):.1f}%",
+        "MiB": round(report.bytes_after / 2**20, 1),
+        "MiB before": round(report.bytes_before / 2**20, 1),
+    }
 
 
 def _export(folder: Path, made: LoadedModel, files: TokenizerFiles) -> None:

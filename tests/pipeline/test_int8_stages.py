@@ -114,8 +114,8 @@ def test_from_a_float_model_to_answers_of_an_int8_one(write: Write) -> None:
         "max_tokens_per_step: 64, buckets: {tokens: 64}}}\n"
         "  batch: {input: ask.jsonl, output: out.jsonl, resume: replace, defaults: {max_tokens: 4, temperature: 0}}\n"
     )
-    options = "{uses: quantize, model: base, scheme: w8a8, smoothing: 0.5, max_sensitivity: 0.5, keep: {mlp.down: bfloat16}, "
-    path = write(f"{BASE}{CALIBRATE}  int8: {options}export: out/int8}}\n{GATE}{engine}")
+    options = "smoothing: 0.5, max_sensitivity: 0.5, kl_samples: 0, keep: {mlp.down: bfloat16}, export: out/int8}"
+    path = write(f"{BASE}{CALIBRATE}{INT8.replace('w8a16}', f'w8a8, {options}')}{GATE}{engine}")
     (path.parent / "ask.jsonl").write_text('{"prompt": [5, 6, 7]}\n', "utf-8")
     heard = Heard()
     loose = ["stages.gate.limits=[{metric: loop_rate_increase, max: null}, {metric: perplexity_ratio, max: 9}, "
@@ -133,12 +133,14 @@ def test_from_a_float_model_to_answers_of_an_int8_one(write: Write) -> None:
     told = json.loads((verdict / "verdict.json").read_text("utf-8"))
     assert (told["passed"], told["version"]) == (True, 1)
     assert told["quality"]["agreement"]["perplexity_ratio"] != 1  # another model was read than the baseline
-    assert any(line.startswith("perplexity_ratio  ok") for line in heard.messages)
+    assert any(line.split()[:2] == ["perplexity_ratio", "ok"] for line in heard.messages)
     assert (verdict / "report.html").read_text("utf-8").count("The candidate passed the gate.") == 1
     report = read_report(int8)
     assert report is not None
     by_name = {layer.name: layer for layer in report.layers}
     assert (by_name["layers.0.mlp.down"].dtype_after, by_name["layers.0.mlp.down"].kept) == ("bfloat16", "kept by a pattern")
+    plan_of = json.loads((int8 / "plan.json").read_text("utf-8"))["linears"]
+    assert [decision["dtype"] for decision in plan_of.values()] == ["int8", "int8", "int8", "bfloat16"]
     qkv = by_name["layers.0.attention.qkv"]
     assert (qkv.dtype_before, qkv.dtype_after, qkv.bytes_before, qkv.bytes_after) == ("float32", "int8", 64 * 32 * 4, 64 * 36)
     assert qkv.relative_l2 is not None

@@ -109,13 +109,12 @@ class GateSection(StageSection):
 
 class GateKind(StageKind[GateSection]):
     """Gives a model in memory's stead: the candidate's or the baseline's reference. The verdict is kept in the store, so that the
-    same two models are not compared again on every run."""
+    same two models are not compared again on every run; judged they are, even where no later stage asks."""
 
     name = "gate"
     section = GateSection
     gives = "model"
     inputs = (StageInput("baseline", "model"), StageInput("candidate", "model"))
-    live = True
     guards = ("candidate",)
 
     def run(self, context: StageContext[GateSection]) -> Any:

@@ -115,9 +115,7 @@ class QuantizeKind(StageKind[QuantizeSection]):
 
     def summary(self, value: StoredModel) -> Mapping[str, Any]:
         """What became of how much."""
-        from llmjax.pipeline.quantize_runner import summary
-
-        return summary(value)
+        return value.figures
 
 
 KIND = QuantizeKind()
