@@ -236,6 +236,9 @@ def _check_stages(tree: Node) -> tuple[list[Stage], list[Problem]]:
         stage = Stage(item.name, item.kind, config, item.inputs, item.needs, item.node, tuple(names))
         stages.append(stage)
         if config is not None and not item.off:
+            wrong = item.kind.check_inputs(config, item.inputs)
+            problems += [Problem(item.node.at(path).origin, ("stages", item.name, *path), text) for path, text in wrong]
+        if config is not None and not item.off:
             together.setdefault(item.kind.name, []).append(stage)
     problems += _not_last(declared)
     for group in together.values():

@@ -227,6 +227,7 @@ class _Run:
             artifacts=self.pipeline.artifacts,
             digests=self.digests,
             key=str(planned.key),
+            again=planned.again,
             trace=self.trace,
             folder=folder,
             front=self.front if stage.name not in self._last_use else None,

@@ -40,6 +40,7 @@ class StagePlan:
         reasons: why, one short line each.
         config: its section, resolved for this machine.
         identity: what the key is made of.
+        again: the stage is forced, or an input is made again under the same key.
     """
 
     name: str
@@ -49,6 +50,7 @@ class StagePlan:
     reasons: tuple[str, ...]
     config: StageSection | None
     identity: Identity | None
+    again: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +160,10 @@ def _plan_stage(
     """`renewed` collects stages whose stored result is made again under the same key, so that later ones follow."""
 
     def result(action: Action, reasons: list[str], key: str | None = None, identity: Identity | None = None) -> StagePlan:
-        return StagePlan(stage.name, stage.kind.name, key, action, tuple(reasons), config, identity)
+        fresh = action == "run" and (
+            stage.name in force or any(name in renewed for name in (*stage.inputs.values(), *stage.needs))
+        )
+        return StagePlan(stage.name, stage.kind.name, key, action, tuple(reasons), config, identity, fresh)
 
     config = stage.config
     if stage.when == "never" or (stage.when == "gpu" and runtime.platform != "cuda"):

@@ -63,7 +63,7 @@ def _choose(stages: Sequence[Declared], position: int, wanted: StageInput) -> li
     if choices:
         text = f"several earlier stages give {_a(wanted.gives)}: {', '.join(choices)}; say which with '{wanted.field}: NAME'"
         return [Problem(stage.node.key, at, text)]
-    if any(s.kind is None for s in earlier):  # it may be the one; its own mistake is reported
+    if wanted.optional or any(s.kind is None for s in earlier):  # the unknown may be the one; its own mistake is reported
         return []
     later = [s.name for s in stages[position + 1 :] if s.kind is not None and s.kind.gives == wanted.gives and not s.off]
     hint = f"; '{later[0]}' gives one but comes later, and the order in the file is the order they run in" if later else ""

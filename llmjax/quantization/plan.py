@@ -14,7 +14,8 @@ from llmjax.quantization.patterns import matches
 
 Scheme = Literal["w8a16", "w8a8"]
 SCHEMES: tuple[Scheme, ...] = ("w8a16", "w8a8")
-_FORMAT = 1
+_FORMAT = 2
+_INFINITE = "infinite"  # in JSON, which has no number for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +27,14 @@ class LinearSensitivity:
         relative_l2: |error of its output| / |its output|, over all tokens and channels.
         cosine: between its output and the quantised one.
         kl: of the model's next-token distribution with this linear quantised, from the float one: mean over tokens, in nats;
-            infinite when that model's logits are not finite.
+            infinite when that model's logits are not finite, None where it was not measured.
         weights: of its matrix.
     """
 
     name: str
     relative_l2: float
     cosine: float
-    kl: float
+    kl: float | None
     weights: int
 
 
@@ -93,7 +94,7 @@ class Plan:
         fields = {"format": _FORMAT} | dataclasses.asdict(self)
         for decision in fields["linears"].values():
             if (measured := decision["sensitivity"]) is not None:
-                measured |= {name: None for name, value in measured.items() if value == math.inf}  # JSON knows no infinity
+                measured |= {name: _INFINITE for name, value in measured.items() if value == math.inf}
         return json.dumps(fields, indent=1, allow_nan=False)
 
     @classmethod
@@ -138,7 +139,7 @@ def make_plan(
         own = kept_dtype(f"{found.name}.weight", kept)
         if own is not None:
             linears[found.name] = Decision(own, "kept by a pattern", found)
-        elif not math.isfinite(found.relative_l2 + found.kl):
+        elif not math.isfinite(found.relative_l2 + (found.kl or 0.0)):
             linears[found.name] = Decision(model_dtype, "quantised, it makes the model's output infinite or NaN", found)
         elif max_sensitivity is not None and found.relative_l2 > max_sensitivity:
             why = f"relative L2 {found.relative_l2:.3g} is above {max_sensitivity:g}"
@@ -156,11 +157,11 @@ def kept_dtype(parameter: str, keep: Mapping[str, str]) -> str | None:
 
 def ranked(sensitivities: Sequence[LinearSensitivity]) -> list[LinearSensitivity]:
     """The most sensitive first: by relative L2, then KL."""
-    return sorted(sensitivities, key=lambda found: (-found.relative_l2, -found.kl, found.name))
+    return sorted(sensitivities, key=lambda found: (-found.relative_l2, -(found.kl or 0.0), found.name))
 
 
 def _decision(dtype: str, reason: str, sensitivity: dict[str, Any] | None) -> Decision:
     if sensitivity is None:
         return Decision(dtype, reason)
-    numbers: dict[str, Any] = {name: math.inf if value is None else value for name, value in sensitivity.items()}
+    numbers: dict[str, Any] = {name: math.inf if value == _INFINITE else value for name, value in sensitivity.items()}
     return Decision(dtype, reason, LinearSensitivity(**numbers))

@@ -7,6 +7,7 @@ model will meet its own answers as input. Lines that cannot be used are left out
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -92,6 +93,7 @@ def read_samples(
     tokenizer: SampleTokenizer,
     *,
     count: int | None = None,
+    limit: int | None = None,
     seed: int = 0,
     column: str | None = None,
     template: str | None = None,
@@ -101,6 +103,7 @@ def read_samples(
 
     Args:
         count: samples wanted, chosen by `seed`; None for all.
+        limit: samples of the file's beginning that they are chosen from; None for the whole file.
         column: of JSON lines, where the sample is: a text, token ids, or messages. None looks for one of
             `COLUMNS`, and puts the answer of a traffic log behind what was asked.
         template: name or text of the chat template for messages; None for the tokenizer's own.
@@ -113,7 +116,8 @@ def read_samples(
     counter = _Counter()
     try:
         told = format or _told_format(path)
-        found = counter.count(_texts(path) if told == "text" else _records(path, column, counter))
+        held = _texts(path) if told == "text" else _records(path, column, counter)
+        found = counter.count(itertools.islice(held, limit))
         chosen = list(found) if count is None else choose(found, count, seed=seed)
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror or error}") from None

@@ -72,7 +72,7 @@ def measure_sensitivity(
         scheme: "w8a16" rounds weights to the nearest of a scale, "w8a8" also what goes in, with a scale a token.
         weights: what shares a scale, as of `quantize_params`: a row, or all of a matrix.
         kl_samples: KL, which takes nearly all of the time, is measured with this many samples, and the others of their group;
-            None for all.
+            None for all, 0 for none.
         progress: called with the groups of samples that are done, and of how many.
 
     Raises:
@@ -83,8 +83,10 @@ def measure_sensitivity(
     """
     if scheme not in SCHEMES or weights not in ("channel", "tensor"):
         raise ConfigError(f"sensitivity: choose a scheme of {', '.join(SCHEMES)} and weights by channel or tensor")
-    if sequence_length < 1 or (kl_samples is not None and kl_samples < 1):
-        raise ConfigError(f"sensitivity: sequence_length and kl_samples are at least 1, got {sequence_length} and {kl_samples}")
+    if sequence_length < 1 or (kl_samples is not None and kl_samples < 0):
+        raise ConfigError(
+            f"sensitivity: sequence_length is at least 1 and kl_samples at least 0, got {sequence_length} and {kl_samples}"
+        )
     check_walkable(params, config)
     refuse_bad_weights(params, config)
     limit = min(sequence_length, config.max_positions)
@@ -195,7 +197,7 @@ def _kl(
 
 def _result(name: str, found: _Sums, size: int, kl_tokens: int) -> LinearSensitivity:
     own, near, error, product = found.output
-    kl = found.kl / kl_tokens if np.isfinite(found.kl) else float("inf")
+    kl = None if not kl_tokens else found.kl / kl_tokens if np.isfinite(found.kl) else float("inf")
     if not own:  # a linear that gives zeros alone gives them quantised too
         return LinearSensitivity(name, float("inf") if error else 0.0, 0.0 if error else 1.0, kl, size)
     cosine = product / np.sqrt(own * near) if near else 0.0

@@ -32,7 +32,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
             self.engine = types.SimpleNamespace(stats=stats, config=engine_config, startup=startup)
 
     class FakeTokenizer:
-        def __init__(self, path: str) -> None:
+        def __init__(self, path: Path) -> None:
             self.path = path
 
         def use_chat_template(self, template: str) -> None:
@@ -160,7 +160,7 @@ def test_a_chat_template_of_ones_own(write: Write, calls: list[tuple[str, Any]],
     path = write("stages:\n  model: {source: {path: m.gguf}, chat_template: t.jinja}\n  engine: {}\n")
     assert run(load(path)).ok
     tokenizer = calls[-1][1][2]
-    assert (tokenizer.path, tokenizer.template) == (str(tmp_path / "m.gguf"), "{{ messages }}é")
+    assert (tokenizer.path, tokenizer.template) == (tmp_path / "m.gguf", "{{ messages }}é")
     (tmp_path / "t.jinja").write_bytes(b"\xff")
     result = run(load(path))
     assert "t.jinja cannot be read" in result.stage("engine").error
@@ -174,7 +174,7 @@ def test_random_weights_may_borrow_a_tokenizer(write: Write, calls: list[tuple[s
     path = write("stages:\n  model: {source: {random: {preset: llama-8b, tokenizer: made}}}\n  engine: {}\n")
     assert run(load(path)).ok
     tokenizer = calls[-1][1][2]
-    assert (tokenizer.path, hasattr(tokenizer, "template")) == (str(tmp_path / "made"), False)
+    assert (tokenizer.path, hasattr(tokenizer, "template")) == (tmp_path / "made", False)
     assert run(load(path, sets=[f"stages.model.chat_template={tmp_path / 't.jinja'}"])).ok
     assert calls[-1][1][2].template == "{{ messages }}"
     with pytest.raises(ConfigErrors, match="tokenizer: no such file or folder"):

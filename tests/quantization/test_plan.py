@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -48,13 +49,15 @@ def test_without_a_budget_all_is_quantised_that_can_be() -> None:
 
 
 def test_it_is_the_same_when_read_again() -> None:
-    for got in (plan(max_sensitivity=0.02, keep={"lm_head": "bfloat16"}), plan()):
+    unmeasured = make_plan([dataclasses.replace(FOUND[0], kl=None)], scheme="w8a8", model_dtype="bfloat16")
+    assert unmeasured.quantised == [FOUND[0].name]
+    for got in (plan(max_sensitivity=0.02, keep={"lm_head": "bfloat16"}), plan(), unmeasured):
         text = got.to_json()
         assert Plan.from_json(text) == got
         json.loads(text, parse_constant=lambda name: pytest.fail(name))  # strict JSON
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 2}', '{"format": 1, "linears": {"a": 3}}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1}', '{"format": 2, "linears": {"a": 3}}'])
 def test_what_is_no_plan_is_told(text: str) -> None:
     with pytest.raises(ConfigError, match="plan"):
         Plan.from_json(text)

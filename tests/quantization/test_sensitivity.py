@@ -111,6 +111,9 @@ def test_kl_of_some_samples_is_that_of_their_group() -> None:
     some = measure_sensitivity(params, CONFIG, samples, scheme="w8a8", sequence_length=64, kl_samples=1)
     assert [one.kl for one in some] == [one.kl for one in first]
     assert all(one.relative_l2 != two.relative_l2 for one, two in zip(some, first, strict=True))
+    none = measure_sensitivity(params, CONFIG, samples, scheme="w8a8", sequence_length=64, kl_samples=0)
+    assert [one.kl for one in none] == [None] * len(first)
+    assert [one.relative_l2 for one in none] == [one.relative_l2 for one in some]
 
 
 def test_an_outlier_is_found_and_stays_in_high_precision() -> None:
@@ -145,7 +148,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
         measure_sensitivity(params, config, [[]], scheme="w8a8")
     with pytest.raises(ConfigError, match="w8a16, w8a8"):
         measure_sensitivity(params, config, SAMPLES, scheme="w4")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="at least 1, got 0 and None"):
+    with pytest.raises(ConfigError, match="kl_samples at least 0, got 0 and None"):
         measure_sensitivity(params, config, SAMPLES, scheme="w8a8", sequence_length=0)
     params["layers"][1]["mlp"]["down"]["weight"] = params["layers"][1]["mlp"]["down"]["weight"].at[2, 3].set(jnp.nan)
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.down\.weight: 1 values are NaN or infinite, the first at \[2, 3\]"):

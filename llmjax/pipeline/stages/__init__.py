@@ -34,6 +34,7 @@ class StageInput:
         implicit: without the key, the only earlier stage that gives it is taken; otherwise the input is left out.
         also: what else a stage that is named may give.
         urls: the key may hold an http or https URL instead of a stage's name; then the input is left out.
+        optional: with `implicit`, the input is left out too where no earlier stage gives it.
     """
 
     field: str
@@ -41,6 +42,7 @@ class StageInput:
     implicit: bool = True
     also: tuple[str, ...] = ()
     urls: bool = False
+    optional: bool = False
 
     def leaves(self, name: str) -> bool:
         """Whether what the key says is no stage."""
@@ -81,6 +83,7 @@ class StageContext[C: StageSection]:
         artifacts: the artifacts folder, absolute; it may not exist yet.
         digests: digests of files, cached.
         key: the stage's key.
+        again: what the stage itself keeps under its key does not count: it is forced, or an input is made again.
         trace: the trace file of the run, if it has one.
         folder: for skippable kinds, the folder to write to (or, in `load`, to read from); None for others.
         front: what a last `serve` stage answers through; None for a server in this process.
@@ -94,6 +97,7 @@ class StageContext[C: StageSection]:
     artifacts: Path
     digests: Digests
     key: str
+    again: bool = False
     trace: TraceWriter | None = None
     folder: Path | None = None
     front: Front | None = None
@@ -151,6 +155,10 @@ class StageKind[C: StageSection](abc.ABC):
 
     def check_together(self, stages: Sequence[tuple[str, C]]) -> Sequence[tuple[str, KeyPath, str]]:
         """Mistakes that show only when all stages of this kind are seen: stage, key and message."""
+        return ()
+
+    def check_inputs(self, config: C, inputs: Mapping[str, str]) -> Sequence[tuple[KeyPath, str]]:
+        """Mistakes that show only when it is known which inputs there are (field to stage): key and message."""
         return ()
 
     @abc.abstractmethod

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from llmjax.engine.config import FIFO, EngineConfig, LaneConfig
-from llmjax.errors import ConfigError, ModelError
+from llmjax.errors import ConfigError
 from llmjax.pipeline.schema import Duration, OneOrMore, Section, Share, Size, StageSection, located
 from llmjax.pipeline.stages import StageContext, StageInput, StageKind
 from llmjax.pipeline.tree import KeyPath
@@ -17,7 +16,7 @@ from llmjax.telemetry.startup import Timeline
 
 if TYPE_CHECKING:
     from llmjax.engine.llm import LLM
-    from llmjax.pipeline.stages.model import ModelReference
+    from llmjax.pipeline.model_source import ModelSource
 
 _DEFAULTS = EngineConfig()
 
@@ -250,7 +249,7 @@ class EngineKind(StageKind[EngineSection]):
         return pages | {f"{name} s": round(seconds, 2) for name, seconds in value.engine.startup.seconds().items()}
 
 
-def build_engine(reference: ModelReference, config: EngineConfig, context: StageContext[EngineSection]) -> LLM:
+def build_engine(reference: ModelSource, config: EngineConfig, context: StageContext[EngineSection]) -> LLM:
     """The one call into the engine; imported here because it starts JAX. The process's settings come first."""
     startup, runtime = Timeline(), context.runtime
     with startup.phase("import"):
@@ -258,31 +257,16 @@ def build_engine(reference: ModelReference, config: EngineConfig, context: Stage
 
         configure_backend(platform=runtime.requested, memory_fraction=runtime.memory_fraction)
         from llmjax.engine.llm import LLM
-        from llmjax.engine.tokenizer import load_tokenizer
     with startup.phase("device"):
         is_gpu()
     if config.compile_cache is not None:
         use_compile_cache(config.compile_cache)  # before loading, which compiles too
 
     loaded = reference.load(context.digests)
-    random, template = reference.section.source.random, reference.section.chat_template
-    borrowed = None if random is None else random.tokenizer
-    if template is None and borrowed is None:
-        return LLM(loaded, engine_config=config, startup=startup)
-    place = borrowed if borrowed is not None else loaded.path
-    assert place is not None, "the schema refuses a template for random weights without a tokenizer"
-    tokenizer = load_tokenizer(place)
-    if template is not None:
-        tokenizer.use_chat_template(read_template(template))
-    return LLM(loaded, engine_config=config, tokenizer=tokenizer, startup=startup)
-
-
-def read_template(path: str) -> str:
-    """The text of a Jinja file. Raises `ModelError` for one that cannot be read."""
-    try:
-        return Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"the chat template {path} cannot be read: {error}") from None
+    llm = LLM(loaded, engine_config=config, tokenizer=reference.tokenizer_files(loaded).open(), startup=startup)
+    if reference.name is not None:
+        llm.name = reference.name
+    return llm
 
 
 KIND = EngineKind()

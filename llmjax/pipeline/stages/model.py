@@ -14,6 +14,7 @@ from llmjax.errors import LlmjaxError, ModelError
 from llmjax.model.checkpoint.presets import PRESETS
 from llmjax.model.config import ModelConfig, RopeScaling
 from llmjax.pipeline.digest import Digests, distribution_file
+from llmjax.pipeline.model_source import TokenizerFiles
 from llmjax.pipeline.schema import DType, InputPath, Section, StageSection, attribute_docs, from_dataclass, located
 from llmjax.pipeline.stages import Runtime, StageContext, StageKind
 
@@ -133,13 +134,17 @@ class ModelSection(StageSection):
 
 @dataclasses.dataclass(frozen=True)
 class ModelReference:
-    """A model that is not loaded yet. Each call of `load` gives weights of its own.
+    """A model that is not loaded yet, a `ModelSource`. Each call of `load` gives weights of its own.
 
     Attributes:
         section: the stage's configuration, with its dtype decided.
+        key: the stage's key.
+        name: None for what `LLM` calls a model of that source.
     """
 
     section: ModelSection
+    key: str = ""
+    name: str | None = None
 
     def load(self, digests: Digests) -> LoadedModel:
         """The model; its weights are still being read when this returns (`PendingParams`). Starts JAX.
@@ -157,6 +162,15 @@ class ModelReference:
             shape = source.random.config.shape(self.section.dtype or "float32")
         options: dict[str, Any] = {} if source.random.scale is None else {"scale": source.random.scale}
         return load_model(random=shape, dtype=self.section.dtype, seed=source.random.seed, wait=False, **options)
+
+    def tokenizer_files(self, loaded: LoadedModel) -> TokenizerFiles:
+        """Beside the weights, with the stage's own chat template; random weights may borrow a tokenizer.
+
+        Raises `ModelError` for a template that cannot be read.
+        """
+        random, template = self.section.source.random, self.section.chat_template
+        place = loaded.path if random is None else random.tokenizer
+        return TokenizerFiles(None if place is None else Path(place), None if template is None else read_template(template))
 
     def _verify(self, digests: Digests) -> None:
         source = self.section.source
@@ -202,7 +216,15 @@ class ModelKind(StageKind[ModelSection]):
             raise ModelError(f"{source.path}: no such file or folder")
         if source.package is not None:
             distribution_file(source.package, ".gguf")
-        return ModelReference(context.config)
+        return ModelReference(context.config, context.key)
+
+
+def read_template(path: str) -> str:
+    """The text of a Jinja file. Raises `ModelError` for one that cannot be read."""
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"the chat template {path} cannot be read: {error}") from None
 
 
 def _exactly_one(section: Section, names: tuple[str, ...]) -> None:
