@@ -86,8 +86,8 @@ class BatchingSection(Section):
     decode_steps: int | None = Field(
         None,
         ge=1,
-        description="Decode steps in one launch when no waiting request could be taken in before it ends; by default 8 on a "
-        "GPU, 1 on a CPU.",
+        description="Decode steps in one launch when no waiting request could be taken in before it ends and, if it lasts longer "
+        "than 5 ms, none is likely to come meanwhile; by default 8 on a GPU, 1 on a CPU.",
     )
     buckets: BucketsSection = Field(
         default_factory=lambda: BucketsSection.model_validate({}), description="Static shapes to compile for."
