@@ -27,7 +27,7 @@ def engine() -> Engine:
 def finish(engine: Engine) -> dict[str, RequestOutput]:
     done = {}
     while engine.has_unfinished:
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+        done |= {output.request_id: output for output in engine.step(closed=True) if output.finished}
         engine.scheduler.check_integrity()
     return done
 
@@ -69,7 +69,7 @@ def test_b24_deterministic_mode_is_bitwise(neighbours: int, engine: Engine) -> N
     engine.scheduler.forget_prefixes()  # or the prompt would not be computed beside its neighbours
     for row in range(neighbours):
         engine.add_request([row + 1] * (9 + 20 * row), SamplingParams(max_tokens=9 + row))
-        engine.step()
+        engine.step(closed=True)
     beside = engine.add_request(ids, params)
     assert bits(finish(engine)[beside]) == bits(want)
 
@@ -119,7 +119,7 @@ def test_random_arrivals_change_no_bit(engine: Engine) -> None:
     for index in order:
         engine.add_request(*requests[index], request_id=str(index))
         for _ in range(rng.choice([0, 0, 1, 2, 5])):
-            done |= {output.request_id: output for output in engine.step() if output.finished}
+            done |= {output.request_id: output for output in engine.step(closed=True) if output.finished}
     done |= finish(engine)
     assert [bits(done[str(index)]) for index in range(len(requests))] == alone
     assert engine.runner.compiles_after_ready == 0

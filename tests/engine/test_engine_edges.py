@@ -45,15 +45,15 @@ def test_the_padding_row_stays_a_row_that_asks_for_nothing(flat: Scripted) -> No
 def test_an_interrupt_while_waiting_for_the_device_loses_nothing(flat: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     flat.script([65, 66, 67])
     flat.engine.add_request([1], GREEDY)
-    flat.engine.step()
+    flat.engine.step(closed=True)
     real = PendingStep.result
     monkeypatch.setattr(PendingStep, "result", _interrupted)
     with pytest.raises(KeyboardInterrupt):
-        flat.engine.step()
+        flat.engine.step(closed=True)
     monkeypatch.setattr(PendingStep, "result", real)
     tokens: list[int] = []
     while flat.engine.has_unfinished:
-        for output in flat.engine.step():
+        for output in flat.engine.step(closed=True):
             tokens += output.new_token_ids[0]
     assert tokens == [65, 66, 67]
 
@@ -84,7 +84,7 @@ def test_a_failed_launch_is_told_by_every_later_call(flat: Scripted, monkeypatch
     monkeypatch.setattr(flat.engine.runner, "dispatch", broken)
     flat.engine.add_request([1], GREEDY)
     with pytest.raises(RuntimeError):
-        flat.engine.step()
+        flat.engine.step(closed=True)
     for call in (flat.engine.step, lambda: flat.engine.add_request([1], GREEDY)):
         with pytest.raises(EngineError, match="RESOURCE_EXHAUSTED: out of memory\\); build a new engine"):
             call()
@@ -98,7 +98,7 @@ def test_a_default_cpu_pool_holds_a_row_at_full_length() -> None:
         assert engine.pool.capacity * 16 == context
         engine.add_request([1] * (context - 1), SamplingParams(max_tokens=1))
         while engine.has_unfinished:
-            engine.step()
+            engine.step(closed=True)
     engine.update_params(random_params(config, seed=1))
     with pytest.raises(ModelError, match="tree structure"):
         engine.update_params({})
@@ -129,7 +129,7 @@ def test_nan_in_a_scored_prompt_is_an_error(flat: Scripted) -> None:
     assert output.outputs[0].finish_reason == "error"
     assert "NaN" in (output.outputs[0].error or "")
     while flat.engine.has_unfinished:
-        flat.engine.step()
+        flat.engine.step(closed=True)
     assert flat.engine.pool.num_used == 0
 
 

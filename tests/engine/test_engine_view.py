@@ -43,7 +43,7 @@ def params(tokens: int, **options: Any) -> SamplingParams:
 
 def finish(engine: Engine) -> None:
     while engine.has_unfinished:
-        engine.step()
+        engine.step(closed=True)
 
 
 def value(engine: Engine, name: str, **labels: str) -> float:
@@ -59,7 +59,7 @@ def test_counters_tell_what_happened_also_of_preemptions_and_cached_prompts(engi
     prompts = [[random.randrange(1, 200) for _ in range(33)] for _ in range(2)]
     for prompt in prompts:
         engine.add_request(prompt, params(40))
-    engine.step()
+    engine.step(closed=True)
     running = read_engine(engine)
     assert (sum(running.running.values()), running.held) == (2, 6)
     finish(engine)
@@ -105,7 +105,7 @@ def test_a_picture_shows_who_holds_which_page(engine: Engine) -> None:
     engine.add_request(shared, params(1))
     finish(engine)
     ids = [engine.add_request([*shared, index], params(6)) for index in range(2)]
-    engine.step()
+    engine.step(closed=True)
     picture = take_picture(engine)
     shown = json.loads(json.dumps(picture_json(picture, read_engine(engine))))
     finish(engine)
@@ -171,7 +171,7 @@ def test_what_a_preempted_prompt_had_not_computed_is_no_repetition() -> None:
     options: dict[str, Any] = {"max_sequences": 2, "row_buckets": (2,), "prefix_cache": False, "prefill_chunk": 2}
     engine = Scripted(None, kv_cache_bytes=9 * 16 * 2 * 2 * 4, decode_steps=1, **options).engine
     engine.add_request([1] * 15, params(60))
-    engine.step()
+    engine.step(closed=True)
     engine.add_request([2] * 90, params(2))
     finish(engine)
     now = read_engine(engine)

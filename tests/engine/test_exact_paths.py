@@ -84,7 +84,7 @@ def run(engine: Engine, model: str, arrival: str) -> list[RequestOutput]:
 
     def steps(count: int | None) -> None:
         while engine.has_unfinished and (count is None or count > 0):
-            for output in engine.step():
+            for output in engine.step(closed=True):
                 if output.finished:
                     done[output.request_id] = output
             engine.scheduler.check_integrity()

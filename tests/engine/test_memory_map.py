@@ -30,7 +30,7 @@ def flat() -> Scripted:
 
 def finish(engine: Engine) -> None:
     while engine.has_unfinished:
-        engine.step()
+        engine.step(closed=True)
 
 
 def test_pages_by_owner_age_and_sharing(flat: Scripted) -> None:
@@ -46,7 +46,7 @@ def test_pages_by_owner_age_and_sharing(flat: Scripted) -> None:
     for name in ("a", "b"):
         engine.add_request([*prompt, 1], LONG, request_id=name)
     for _ in range(3):
-        engine.step()
+        engine.step(closed=True)
     found = engine.memory_map()
     assert (found.num_held, found.num_shared) == (4, 2)
     assert found.num_pages == found.num_held + found.num_kept + found.num_empty == engine.pool.capacity
@@ -131,7 +131,7 @@ def check_churn(count: int) -> None:
         if rng.random() < 0.1:
             engine.abort(rng.choice(names))
         for _ in range(rng.choice([0, 0, 1, 4])):
-            engine.step()
+            engine.step(closed=True)
         if index % 50 == 0:
             engine.scheduler.check_integrity()
     finish(engine)

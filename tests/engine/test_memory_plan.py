@@ -189,10 +189,10 @@ def test_nothing_on_the_device_grows_over_many_requests() -> None:
                 params = SamplingParams(max_tokens=1 + turn % 25, logprobs=turn % 3 or None, n=1 + index % 2, ignore_eos=True)
                 engine.add_request([1] * length, params, request_id=f"{turn}.{index}")
             for _ in range(turn % 4):
-                engine.step()
+                engine.step(closed=True)
             engine.abort(f"{turn}.2")
             while engine.has_unfinished:
-                engine.step()
+                engine.step(closed=True)
 
     serve(3)
     before = live()

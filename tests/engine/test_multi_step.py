@@ -53,7 +53,7 @@ def greedy(limit: int, **options: object) -> SamplingParams:
 def finish(engine: Engine) -> dict[str, RequestOutput]:
     done = {}
     while engine.has_unfinished:
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+        done |= {output.request_id: output for output in engine.step(closed=True) if output.finished}
     return done
 
 
@@ -122,7 +122,7 @@ def test_an_idle_engine_takes_another_policy_with_the_same_programs(engine: Engi
             engine.set_policy(reserve_full_length=False)
         most[reserve], done = 0, {}
         while engine.has_unfinished:
-            done |= {output.request_id: output for output in engine.step() if output.finished}
+            done |= {output.request_id: output for output in engine.step(closed=True) if output.finished}
             most[reserve] = max(most[reserve], engine.scheduler.num_running)
             assert engine.pool.num_used <= engine.scheduler.num_reserved_pages <= engine.pool.capacity
         tokens[reserve] = [done[name].outputs[0].token_ids for name in names]

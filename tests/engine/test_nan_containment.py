@@ -54,7 +54,7 @@ def ids(length: int) -> list[int]:
 def finish(engine: Engine) -> dict[str, RequestOutput]:
     done = {}
     while engine.has_unfinished:
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+        done |= {output.request_id: output for output in engine.step(closed=True) if output.finished}
         engine.scheduler.check_integrity()
     assert engine.pool.num_used == 0
     return done

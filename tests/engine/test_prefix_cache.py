@@ -71,7 +71,7 @@ def ids(length: int) -> list[int]:
 def finish(engine: Engine) -> dict[str, RequestOutput]:
     done = {}
     while engine.has_unfinished:
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+        done |= {output.request_id: output for output in engine.step(closed=True) if output.finished}
         engine.scheduler.check_integrity()
     assert engine.pool.num_used == 0
     return done
@@ -160,7 +160,7 @@ def test_b32_an_interrupted_turn_is_found(engine: Engine) -> None:
     name = engine.add_request(prompt, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
     text: list[int] = []
     while len(text) < 10:
-        for output in engine.step():
+        for output in engine.step(closed=True):
             text += output.new_token_ids[0]
     engine.abort(name)
     finish(engine)
@@ -202,7 +202,7 @@ def test_a_mixture_with_penalties_choices_salts_and_preemption_equals_the_engine
         for index, (prompt, sampling) in enumerate(requests):
             engine.add_request(prompt, sampling, request_id=str(index))
             for _ in range(rng.randint(0, 4)):
-                done |= {output.request_id: output for output in engine.step() if output.finished}
+                done |= {output.request_id: output for output in engine.step(closed=True) if output.finished}
         done |= finish(engine)
         results.append([done[str(index)] for index in range(len(requests))])
         cached = engine.scheduler.prefix_tokens[1]
@@ -236,7 +236,7 @@ def test_new_weights_find_nothing_of_the_old(engine: Engine) -> None:
     run(engine, prompt)
     running = engine.add_request([*prompt, 5], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
     for _ in range(4):
-        engine.step()
+        engine.step(closed=True)
     new = random_params(CONFIGS[MODEL], seed=5)
     engine.update_params(new)
     try:

@@ -74,7 +74,7 @@ def params(limit: int, **more: object) -> SamplingParams:
 def finish(engine: Engine) -> dict[str, RequestOutput]:
     done = {}
     while engine.has_unfinished:
-        for output in engine.step():
+        for output in engine.step(closed=True):
             assert (output.timings is not None) == output.finished
             if output.finished:
                 done[output.request_id] = output
@@ -138,7 +138,7 @@ def test_time_without_a_row_after_a_preemption_is_queue_time(engine: Engine, clo
     outputs: dict[str, RequestOutput] = {}
     while engine.has_unfinished:
         clock.now += 10**6
-        outputs |= {output.request_id: output for output in engine.step() if output.finished}
+        outputs |= {output.request_id: output for output in engine.step(closed=True) if output.finished}
     first, second = (timings(outputs[name]) for name in ids)
     assert (first.preemptions, second.preemptions) == (0, 1)
     assert second.queue_ns > 5 * 10**6 > first.queue_ns
@@ -148,7 +148,7 @@ def test_time_without_a_row_after_a_preemption_is_queue_time(engine: Engine, clo
 
 def test_a_request_that_waits_too_long_is_told_so(engine: Engine, clock: Clock) -> None:
     running = [engine.add_request([1] * 3, params(30)) for _ in range(2)]
-    engine.step()
+    engine.step(closed=True)
     late = engine.add_request([1] * 3, params(5))
     before, timeouts = engine.stats.prompt_tokens_computed, engine.stats.finished["timeout"]
     clock.now += 6 * 10**9
@@ -168,7 +168,7 @@ def test_a_full_lane_refuses_at_once_and_offline_generation_waits(engine: Engine
     read = engine.metrics.registry.get_sample_value
     for _ in range(2):
         engine.add_request([1] * 3, params(20, n=2))
-        engine.step()
+        engine.step(closed=True)
     engine.add_request([1] * 3, params(3))
     assert engine.scheduler.waiting_by_lane == {"short": 3, "long": 0}
     refused = read("llmjax:queue_full_total", {"lane": "short"})
@@ -189,7 +189,7 @@ def test_a_full_lane_refuses_at_once_and_offline_generation_waits(engine: Engine
 def test_a_lower_priority_number_goes_first(engine: Engine, clock: Clock) -> None:
     for _ in range(2):
         engine.add_request([1] * 3, params(20))
-    engine.step()
+    engine.step(closed=True)
     later = engine.add_request([1] * 3, params(3))
     urgent = engine.add_request([1] * 3, params(3), priority=-1)
     order = list(finish(engine))
@@ -211,7 +211,7 @@ def test_b31_aborts_and_refusals_are_counted_like_all_other_ends(engine: Engine,
 
     before = totals()
     ids = [engine.add_request([1] * 3, params(10)) for _ in range(2)]
-    engine.step(), engine.step()
+    engine.step(closed=True), engine.step(closed=True)
     waiting = engine.add_request([1] * 60, params(10))
     for request_id in (ids[0], waiting):
         engine.abort(request_id)

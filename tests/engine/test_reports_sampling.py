@@ -31,7 +31,7 @@ def flat() -> Scripted:
 def collect(engine: Engine) -> dict[str, RequestOutput]:
     done = {}
     while engine.has_unfinished:
-        for output in engine.step():
+        for output in engine.step(closed=True):
             if output.finished:
                 done[output.request_id] = output
         engine.scheduler.check_integrity()
@@ -145,7 +145,7 @@ def test_b16_b28_cancelled_waiting_requests_never_run() -> None:
         EngineConfig(max_context=128, max_sequences=1, max_tokens_per_step=64, row_buckets=(1,), token_buckets=(64,)),
     )
     ids = [engine.add_request(list(range(60)), SamplingParams(max_tokens=3, temperature=0.0)) for _ in range(20)]
-    engine.step()
+    engine.step(closed=True)
     for request_id in ids[1:]:
         engine.abort(request_id)
     assert engine.scheduler.num_waiting == 0
@@ -170,7 +170,7 @@ def test_b30_nothing_leaks_over_many_mixed_requests(flat: Scripted) -> None:
         alive.append(flat.engine.add_request([1] * int(random.integers(1, 40)), params))
         if index % 7 == 0:
             flat.engine.abort(alive[int(random.integers(0, len(alive)))])
-        flat.engine.step()
+        flat.engine.step(closed=True)
     collect(flat.engine)
     assert _live_bytes() == live
     assert not flat.engine.scheduler.has_unfinished
@@ -228,7 +228,7 @@ def test_b57_b58_a_pool_for_one_and_a_half_requests() -> None:
     for row, ids in enumerate(prompts):
         engine.add_request(ids, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), request_id=str(row))
     while engine.has_unfinished:
-        for output in engine.step():
+        for output in engine.step(closed=True):
             pieces[output.request_id] += output.new_token_ids[0]
         engine.scheduler.check_integrity()
         assert engine.pool.num_used <= 7
@@ -309,7 +309,7 @@ def test_update_params_is_used_by_the_next_token_and_checked(flat: Scripted) -> 
     flat.script([65] * 20)
     request_id = flat.engine.add_request([1], SamplingParams(temperature=0.0, max_tokens=20))
     for _ in range(3):
-        flat.engine.step()
+        flat.engine.step(closed=True)
     flat.script([66] * 20)
     tokens = collect(flat.engine)[request_id].outputs[0].token_ids
     switch = tokens.index(66)

@@ -108,7 +108,7 @@ def test_b09_ignore_eos_goes_on_to_the_limit(scripted: Scripted) -> None:
 def test_b10_stop_ids_outside_the_vocabulary(scripted: Scripted, bad: int) -> None:
     scripted.script(text_ids("neighbour") * 3)
     neighbour = scripted.engine.add_request([1], greedy(max_tokens=27))
-    scripted.engine.step()
+    scripted.engine.step(closed=True)
     with pytest.raises(RequestError, match=str(bad)) as error:
         scripted.engine.add_request([1], greedy(stop_token_ids=[bad], min_tokens=1))
     assert error.value.param == "stop_token_ids"
@@ -117,7 +117,7 @@ def test_b10_stop_ids_outside_the_vocabulary(scripted: Scripted, bad: int) -> No
 
 def finish(scripted: Scripted, request_id: str) -> str:
     while True:
-        for output in scripted.engine.step():
+        for output in scripted.engine.step(closed=True):
             if output.request_id == request_id and output.finished:
                 return output.outputs[0].text
 

@@ -74,7 +74,7 @@ def test_an_engine_is_made_while_its_weights_are_read(monkeypatch: pytest.Monkey
     engine.add_request([5, 6, 7], SamplingParams(max_tokens=6, temperature=0.0))
     tokens: list[int] = []
     while engine.has_unfinished:
-        for output in engine.step():
+        for output in engine.step(closed=True):
             tokens += output.new_token_ids[0]
     assert tokens == naive_greedy(params, [5, 6, 7], CONFIG, 6)
 

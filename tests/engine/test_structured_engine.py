@@ -46,7 +46,7 @@ def tiny() -> Engine:
 def finish(engine: Engine) -> dict[str, RequestOutput]:
     done = {}
     while engine.has_unfinished:
-        done |= {output.request_id: output for output in engine.step() if output.finished}
+        done |= {output.request_id: output for output in engine.step(closed=True) if output.finished}
     engine.scheduler.check_integrity()
     assert engine.scheduler.find_leaks() == []
     assert engine.runner.compiles_after_ready == 0
@@ -348,7 +348,7 @@ def test_structured_rows_among_themselves_are_launched_together() -> None:
     engine = tiny()
     for prompt, size in ([5], 8), ([6], 8), ([7], 8):
         engine.add_request(prompt, SamplingParams(structured=StructuredOutput(regex=f"a{{{size}}}"), max_tokens=None))
-        engine.step()  # they come in one after the other
+        engine.step(closed=True)  # they come in one after the other
     made = launches(engine)
     assert made.count((1, 3)) >= 6
     assert len(made) <= 12
@@ -396,7 +396,7 @@ def test_nan_and_abort_end_a_structured_output() -> None:
     engine = scripted().engine
     request_id = engine.add_request([1], SamplingParams(structured=StructuredOutput(regex="a{90}"), max_tokens=None))
     for _ in range(6):
-        engine.step()
+        engine.step(closed=True)
     engine.abort(request_id)
     assert finish(engine)[request_id].outputs[0].finish_reason == "abort"
 
