@@ -186,16 +186,14 @@ def run_group(
     if time.monotonic() > deadline:
         return
     data = jax.block_until_ready(jax.jit(group.data, static_argnums=0)(seed))
-    warm = False
-    for case, key, rounds, runs in planned:
+    for number, (case, key, rounds, runs) in enumerate(planned):
         if time.monotonic() > deadline:
             yield case, key, []
             continue
         query = jax.jit(case.query)(jax.random.key(seed + 1))
         expected = _expected(case, query, data, group.turns(data), rounds)
-        if not warm:
+        if number == 0:
             _warm_up(runs[0][1].result(), query, data)
-            warm = True
         measured = [
             _measure(case, contender, compiled.result(), query, data, expected, rounds, device)
             for contender, compiled in runs

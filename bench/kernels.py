@@ -16,7 +16,6 @@ import dataclasses
 import datetime
 import math
 import re
-import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ from bench.kernel_cases import GROUPS as STEP_GROUPS
 from bench.kernel_cases import Case, Group
 from bench.kernel_peers import peers
 from bench.kernel_timing import Measured, config_fields, floor_seconds, run_group, winner
-from bench.rows import Rows
+from bench.rows import Rows, command_line
 from pallas_kernels import tuning
 from pallas_kernels.dispatch import REFERENCE
 from pallas_kernels.matmul import DENSE
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows.add(seed=seed)
     if args.tune and device is None:
         raise SystemExit("--tune needs a GPU: there is no table for a CPU")
-    command = shlex.join(["python", "-m", "bench.kernels", *(sys.argv[1:] if argv is None else argv)])
+    command = command_line(["python", "-m", "bench.kernels", *(sys.argv[1:] if argv is None else argv)])
     groups = [_of_rows(group, args.rows) for model in args.shapes for name in args.ops for group in GROUPS[name](model)]
     waiting = sorted((g for g in groups if g.cases and re.search(args.match, g.name)), key=lambda group: group.rank)
     entries: dict[str, list[tuning.Entry]] = {}

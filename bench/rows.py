@@ -13,13 +13,23 @@ from pathlib import Path
 from typing import Any
 
 
+def command_line(argv: Iterable[str]) -> str:
+    """A command to be written down: files by their names alone, not by the folders of one machine."""
+
+    def told(argument: str) -> str:
+        option, equals, value = argument.rpartition("=")
+        return f"{option}{equals}{Path(value).name}" if value.startswith("/") else argument
+
+    return shlex.join(map(told, argv))
+
+
 def machine() -> dict[str, Any]:
     """Device, driver, clocks and power as the card reports them; processor only where there is no card."""
     import jax
 
     facts: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(sys.argv),
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
     }

@@ -18,6 +18,7 @@ from bench import flash_cases, kernel_cases, kernels
 from bench.kernel_cases import Case, Group, attention_groups, dense_groups, rope_groups
 from bench.kernel_peers import peers
 from bench.kernel_timing import Contender, Measured, contenders, program, run_group, winner
+from bench.rows import command_line
 from pallas_kernels import smoke, tuning
 from pallas_kernels.dispatch import Operation, UnsupportedShape
 from pallas_kernels.paged_attention import reference as attention_in_numpy
@@ -253,6 +254,12 @@ def test_variants_of_a_prompt_are_different_calls_and_have_a_peer_where_cudnn_ca
         assert [peer.label for peer in peers(case)] == ([] if "ALiBi" in name or "bias" in name else ["cudnn"])
     assert len(set(seen.values())) == len(seen)
     assert seen["window 1024, 2048 tokens"][3] < seen["plain, 2048 tokens"][3]
+
+
+def test_a_command_is_written_down_without_the_folders_of_a_machine() -> None:
+    assert command_line(["/a/b/kernels.py", "--json", "/c/out d.json", "--tune=/e/f.json", "--match", "x/y"]) == (
+        "kernels.py --json 'out d.json' --tune=f.json --match x/y"
+    )
 
 
 def test_no_call_of_a_pass_is_dropped(group: Group) -> None:
