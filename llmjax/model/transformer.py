@@ -93,17 +93,21 @@ def forward(
     return hidden, cache
 
 
-def _run_layers(
-    params: Params, batch: ModelBatch, kv_cache: KVCache, *, config: ModelConfig, decode: bool
-) -> tuple[Float[Array, "T D"], KVCache, list[Array]]:
-    pages_a_layer = kv_cache.k.shape[0] // config.num_layers
-    page_size = kv_cache.page_size
+def attention_inputs(batch: ModelBatch, config: ModelConfig, page_size: int) -> AttentionInputs:
+    """What the attention of every layer reads of a batch."""
     cos, sin = cos_sin(batch.positions, config)
-    inputs = AttentionInputs(
+    return AttentionInputs(
         cos=cos, sin=sin,
         pages=batch.slot_mapping // page_size, offsets=batch.slot_mapping % page_size,
         page_table=batch.page_table, seq_lens=batch.seq_lens, query_starts=batch.query_starts,
     )  # fmt: skip
+
+
+def _run_layers(
+    params: Params, batch: ModelBatch, kv_cache: KVCache, *, config: ModelConfig, decode: bool
+) -> tuple[Float[Array, "T D"], KVCache, list[Array]]:
+    pages_a_layer = kv_cache.k.shape[0] // config.num_layers
+    inputs = attention_inputs(batch, config, kv_cache.page_size)
     x = embed(params["embed"]["weight"], batch.tokens, jnp.dtype(config.dtype))
     layers, tokens = params["layers"], x.shape[0]
     meetings = jnp.zeros((config.num_layers * MEETINGS,), jnp.int32)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmjax.errors import ConfigError, ModelError, StoreError
+from llmjax.errors import ConfigError, StoreError
 from llmjax.pipeline.digest import write_whole
 from llmjax.pipeline.model_source import ModelSource, StoredModel, TokenizerFiles, open_model, write_model
 from llmjax.pipeline.stored_calibration import StoredCalibration
@@ -131,19 +131,16 @@ def _measured(loaded: LoadedModel, calibration: StoredCalibration | None, contex
     from llmjax.quantization.sensitivity import measure_sensitivity
 
     context.reporter.message("info", f"{context.name}: measuring the sensitivity of every linear")
-    try:
-        found = measure_sensitivity(
-            loaded.params,
-            loaded.config,
-            calibration.samples(config.sensitivity_samples),
-            scheme=config.scheme,
-            weights=config.granularity.weights,
-            sequence_length=calibration.sequence_length,
-            kl_samples=config.kl_samples,
-            progress=lambda done, total: context.reporter.progress(context.name, done, total),
-        )
-    except ValueError as error:  # NaN in a weight, by its name
-        raise ModelError(f"quantize: {error}") from None
+    found = measure_sensitivity(
+        loaded.params,
+        loaded.config,
+        calibration.samples(config.sensitivity_samples),
+        scheme=config.scheme,
+        weights=config.granularity.weights,
+        sequence_length=calibration.sequence_length,
+        kl_samples=config.kl_samples,
+        progress=lambda done, total: context.reporter.progress(context.name, done, total),
+    )
     return make_plan(
         found, scheme=config.scheme, model_dtype=loaded.config.dtype, max_sensitivity=config.max_sensitivity, keep=config.keep
     )

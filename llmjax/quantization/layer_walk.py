@@ -21,12 +21,12 @@ from llmjax.errors import ModelError, UnsupportedModelError
 from llmjax.model.batch import ModelBatch
 from llmjax.model.config import ModelConfig
 from llmjax.model.kv_cache import init_cache
-from llmjax.model.layers import Attention, AttentionInputs
+from llmjax.model.layers import Attention
 from llmjax.model.mixed_layer import Weight, multiply
 from llmjax.model.mixed_layer import embed as embedded
 from llmjax.model.quantization import Scheme
 from llmjax.model.registry import get_model, is_shared_decoder
-from llmjax.model.rope import cos_sin
+from llmjax.model.transformer import attention_inputs
 from pallas_kernels.fused_norm import rms_norm
 from pallas_kernels.gated_activation import gated
 from pallas_kernels.int8_matmul import quantize_activations, w8a8, w8a16
@@ -209,12 +209,7 @@ def _attend(
 ) -> Float[Array, "T NH"]:
     attention = nnx.eval_shape(lambda: Attention(config))
     nnx.update(attention, norms)
-    cos, sin = cos_sin(batch.positions, config)
-    inputs = AttentionInputs(
-        cos=cos, sin=sin,
-        pages=batch.slot_mapping // _PAGE_SIZE, offsets=batch.slot_mapping % _PAGE_SIZE,
-        page_table=batch.page_table, seq_lens=batch.seq_lens, query_starts=batch.query_starts,
-    )  # fmt: skip
+    inputs = attention_inputs(batch, config, _PAGE_SIZE)
     cache = init_cache(config, num_pages=1 + len(batch.tokens) // _PAGE_SIZE + ROWS, page_size=_PAGE_SIZE)
     out: Array = attention.attend(qkv, inputs, cache, jnp.int32(0), window, decode=False)[0]
     return out

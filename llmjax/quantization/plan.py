@@ -6,14 +6,13 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from llmjax.errors import ConfigError
 from llmjax.model.config import DTYPES
+from llmjax.model.quantization import SCHEMES, Scheme
 from llmjax.quantization.patterns import matches
 
-Scheme = Literal["w8a16", "w8a8"]
-SCHEMES: tuple[Scheme, ...] = ("w8a16", "w8a8")
 _FORMAT = 2
 _INFINITE = "infinite"  # in JSON, which has no number for it
 

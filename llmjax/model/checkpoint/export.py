@@ -10,7 +10,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from llmjax.errors import ModelError, StoreError
 from llmjax.model.checkpoint.compressed_tensors import own_section, quantization_section
 from llmjax.model.checkpoint.hf_export import hf_config
 from llmjax.model.checkpoint.leaves import Leaf, plan_leaves
+from llmjax.model.checkpoint.new_directory import new_directory
 from llmjax.model.checkpoint.safetensors import HF_NAMING, SINGLE_FILE
 from llmjax.model.config import ModelConfig
 from llmjax.model.param_spec import leaf_name
@@ -71,23 +71,12 @@ def export_safetensors(
     _check(leaves, params)
     if files_from is not None and not files_from.is_dir():
         raise StoreError(f"{files_from}: is no directory; give that of the model whose tokenizer belongs to this one, or none")
-    if target.exists():
-        raise StoreError(f"{target}: exists already; choose another directory or remove it")
-    aside: Path | None = None
-    try:
-        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    with new_directory(target) as aside:
         _write_weights(aside / SINGLE_FILE, leaves, params)
         (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         for name in BESIDE if files_from is not None else ():
             with contextlib.suppress(FileNotFoundError):
                 shutil.copyfile(files_from / name, aside / name)  # type: ignore[operator]  # not None here
-        aside.chmod(0o755)  # mkdtemp makes it private
-        aside.rename(target)
-    except OSError as error:
-        raise StoreError(f"{target}: cannot write the model: {error.strerror or error}") from error
-    finally:
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
 
 
 def _check(leaves: list[Leaf], params: dict[str, Any]) -> None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmjax.errors import ModelError, StoreError
+from llmjax.errors import ModelError
 from llmjax.model.checkpoint.eos import collect_eos_ids
 from llmjax.model.checkpoint.json_file import read_json_object
+from llmjax.model.checkpoint.new_directory import new_directory
 from llmjax.model.config import ModelConfig, RopeScaling
 from llmjax.model.param_spec import Path as ParamPath
 from llmjax.model.param_spec import Shape, iter_params
@@ -55,11 +54,7 @@ def save_model(
     target = Path(path).absolute()
     stored = _as_stored(params)
     _check_tree({leaf: tuple(value.shape) for leaf, value in _flatten(stored).items()}, config, "params")
-    if target.exists():
-        raise StoreError(f"{target}: exists already; choose another directory or remove it")
-    aside: Path | None = None
-    try:
-        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    with new_directory(target) as aside:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(aside / _PARAMS, stored)
         content = {
@@ -69,13 +64,6 @@ def save_model(
             "eos_token_ids": list(eos_token_ids),
         }
         (aside / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        aside.chmod(0o755)  # mkdtemp makes it private
-        aside.rename(target)
-    except OSError as error:
-        raise StoreError(f"{target}: cannot write the model: {error.strerror or error}") from error
-    finally:
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
 
 
 def read_orbax_config(path: Path) -> tuple[ModelConfig, tuple[int, ...]]:
