@@ -33,7 +33,7 @@ from llmjax.model.mixed_layer import multiply
 from llmjax.model.quantization import SCHEMES
 from llmjax.quantization.quantize import plan_quantization
 from llmjax.sampling_params import SamplingParams
-from llmjax.scheduling.buckets import MIN_ROW_BUCKET
+from llmjax.scheduling.buckets import MAX_ROW_BUCKETS, MIN_ROW_BUCKET
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
 
@@ -65,7 +65,7 @@ def main() -> None:
         max_tokens_per_step=args.tokens_per_step,
         prefill_chunk=args.tokens_per_step,
         decode_steps=args.decode_steps,
-        row_buckets=tuple(sorted({max(batch, min(MIN_ROW_BUCKET, max(batches))) for batch in batches})),
+        row_buckets=_row_buckets(set(batches)),
         compile_cache=args.compile_cache,
         prefix_cache=False,  # the same prompts again must cost what they did
     )
@@ -111,6 +111,13 @@ def _arguments() -> argparse.Namespace:
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
+
+
+def _row_buckets(batches: set[int]) -> tuple[int, ...]:
+    """A program for each batch, as far as there may be so many; the smallest share one then."""
+    if len(batches) > MAX_ROW_BUCKETS:
+        batches = {max(batch, MIN_ROW_BUCKET) for batch in batches}
+    return tuple(sorted(batches))
 
 
 def _step_ms(llm: LLM, batch: int, prompt: int, output: int) -> float:

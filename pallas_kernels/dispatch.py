@@ -32,12 +32,15 @@ class Implementation:
             UnsupportedShape where the implementation serves nothing of the kind. None: never chosen but by name.
         config_type: makes a `config` from the fields that `tuning` keeps.
         candidates: the configurations worth timing for a key; the first is the one by rule.
+        untuned: faster than the reference at every shape timed so far, by its default configuration too. Serves the shapes that
+            a device's table knows nothing about, once the table names it for another.
     """
 
     function: Callable[..., Any]
     shape_key: Callable[..., tuning.Key] | None = None
     config_type: Callable[..., Any] | None = None
     candidates: Callable[[tuning.Key], Sequence[Any]] | None = None
+    untuned: bool = False
 
 
 class Operation:
@@ -64,6 +67,7 @@ class Operation:
         shape_key: Callable[..., tuning.Key] | None = None,
         config_type: Callable[..., Any] | None = None,
         candidates: Callable[[tuning.Key], Sequence[Any]] | None = None,
+        untuned: bool = False,
     ) -> None:
         """Adds an implementation; see `Implementation`. Raises ValueError when the name is taken, or when it has a shape key
         but nothing that makes a configuration of what is found under it."""
@@ -71,13 +75,14 @@ class Operation:
             raise ValueError(f"{self.name} already has an implementation named {name!r}")
         if (shape_key is None) != (config_type is None):
             raise ValueError(f"{self.name}: shape_key and config_type of {name!r} belong together")
-        self._implementations[name] = Implementation(function, shape_key, config_type, candidates)
+        self._implementations[name] = Implementation(function, shape_key, config_type, candidates, untuned)
 
     def __call__(self, *args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
         """Runs the operation.
 
         A named `implementation` is used or fails: UnsupportedShape where it cannot serve the call, ValueError where no such
-        name exists. Without a name, the tuning table of the device decides, and where it says nothing the reference serves.
+        name exists. Without a name, the tuning table of the device decides. Where it says nothing, an implementation that is
+        good untuned serves if it can, else the reference.
         An implementation that the table names but that cannot serve the call is passed over, and that is logged once for
         each reason.
         """
@@ -94,9 +99,10 @@ class Operation:
         return self._implementations[REFERENCE].function(*args, **kwargs)
 
     def _tuned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[Callable[..., Any], Any]]:
-        """What the table names for this call, with its configuration."""
+        """What the table names for this call, with its configuration; None is an implementation's default."""
         found: dict[str, tuple[Callable[..., Any], Any]] = {}
-        if len(self._implementations) == 1 or not tuning.entries(self.name):  # as on every CPU: no key is made
+        entries = tuning.entries(self.name)
+        if len(self._implementations) == 1 or not entries:  # as on every CPU: no key is made
             return found
         for name, candidate in self._implementations.items():
             if candidate.shape_key is None or candidate.config_type is None:
@@ -105,8 +111,11 @@ class Operation:
                 entry = tuning.lookup(self.name, candidate.shape_key(*args, **kwargs))
             except UnsupportedShape:
                 continue
-            if entry is not None and entry["implementation"] == name:
-                found[name] = candidate.function, candidate.config_type(**entry["config"])
+            if entry is not None:
+                if entry["implementation"] == name:
+                    found[name] = candidate.function, candidate.config_type(**entry["config"])
+            elif candidate.untuned and any(other["implementation"] == name for other in entries):
+                found[name] = candidate.function, None
         return found
 
     def _report(self, name: str, reason: str) -> None:

@@ -269,6 +269,7 @@ class Simulation:
         page_size: int = 16,
         max_sequences: int = 8,
         max_tokens_per_step: int = 64,
+        token_buckets: tuple[int, ...] = (),
         prefill_chunk: int = 32,
         decode_steps: int = 1,
         ahead: int = 1,
@@ -280,6 +281,7 @@ class Simulation:
         self.config = EngineConfig(
             max_sequences=max_sequences,
             max_tokens_per_step=max_tokens_per_step,
+            token_buckets=token_buckets,
             prefill_chunk=prefill_chunk,
             decode_steps=decode_steps,
             deterministic=deterministic,

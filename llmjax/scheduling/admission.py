@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from llmjax.errors import ContextLengthError
 from llmjax.scheduling.lanes import Lanes
 from llmjax.scheduling.page_pool import PagePool
-from llmjax.scheduling.policy import SchedulerConfig, reserves_full_length
+from llmjax.scheduling.policy import SchedulerConfig, full_launch, reserves_full_length
 from llmjax.scheduling.prefix_cache import PrefixCache
 from llmjax.scheduling.request import Request
 
@@ -59,16 +59,17 @@ class Admission:
     def shares(
         self, prefilling: Sequence[Request], running: Sequence[Request], free_rows: int, budget: int, now: float
     ) -> list[int]:
-        """A launch's tokens for prompts, by lane: `prefilling` have begun, and `free_rows` new ones may come in."""
-        if len(self._lanes.configs) == 1:
-            return [budget]
+        """A launch's tokens for prompts, by lane: `prefilling` have begun, and `free_rows` new ones may come in. `budget` is what
+        decoding rows leave of the largest launch; see `full_launch` for smaller ones."""
         wanted = [0] * len(self._lanes.configs)
         for request in prefilling:
             wanted[request.lane] += min(self._config.prefill_chunk, request.num_prefill_tokens - request.num_computed_tokens)
         for request, overdue in self._lanes.candidates(now) if free_rows else ():
             if self._fits(request, running, free_rows, overdue, promised=0):
                 wanted[request.lane] += self._lanes.wanted(request.lane, free_rows, budget, self._to_compute)
-        return self._lanes.share_out(wanted, budget)
+        decoding = self._config.max_tokens_per_step - budget
+        budget = min(budget, full_launch(decoding, sum(wanted), self._config.token_buckets) - decoding)
+        return self._lanes.share_out(wanted, budget) if len(wanted) > 1 else [budget]
 
     def _to_compute(self, request: Request) -> int:
         return request.num_tokens - (0 if self._prefixes is None else self._prefixes.num_found(request))

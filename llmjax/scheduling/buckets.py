@@ -14,20 +14,24 @@ from collections.abc import Sequence
 MAX_ROW_BUCKETS = 5
 MAX_TOKEN_BUCKETS = 4
 MIN_ROW_BUCKET = 8
-"""A smaller batch costs the same: weights are read once either way, kernels work on 8 tokens at least, and a row that is not
-there has no context to read."""
+"""A smaller batch costs about the same: weights are read once either way, kernels work on 8 tokens at least, and a row that is
+not there has no context to read. Only a single row of a long context gains something, if its attention may be cut into as many
+pieces as the device takes."""
 MIN_TOKEN_BUCKET = 16
 """A smaller launch costs the same: the weights are read once either way, and a matmul tile has at least 16 rows."""
 
 
 def choose_row_buckets(max_sequences: int) -> tuple[int, ...]:
-    """At most five rising batch sizes from 8 to `max_sequences`, powers of two evenly spaced in the exponent (64: 8 16 32 64;
-    256: 8 32 64 128 256). Up to 8 rows there is one size only.
+    """At most five rising batch sizes up to `max_sequences`: powers of two from 8 on, evenly spaced in the exponent (256: 8 32 64
+    128 256), and a single row where these are fewer than five (64: 1 8 16 32 64; 8: 1 8).
     """
     first, last = math.log2(MIN_ROW_BUCKET), math.log2(max(max_sequences, MIN_ROW_BUCKET))
     gaps = MAX_ROW_BUCKETS - 1
     powers = {2 ** math.ceil(first + (last - first) * i / gaps) for i in range(gaps)}
-    return (*sorted(p for p in powers if p < max_sequences), max_sequences)
+    sizes = {*(p for p in powers if p < max_sequences), max_sequences}
+    if len(sizes) < MAX_ROW_BUCKETS:
+        sizes.add(1)
+    return tuple(sorted(sizes))
 
 
 def choose_token_buckets(max_tokens_per_step: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -11,6 +12,13 @@ from llmjax.scheduling.request import Request
 
 IDLE_SHARE = 1 / 8
 """Row steps of a K-step launch that may lie idle behind rows at their limit while requests wait."""
+
+FILLED = 3 / 4
+"""Tokens of a launch that are not padding, at least, where prompts could fill a smaller one. Buckets are a factor of two to four
+apart: what is left over costs no more in a launch of its own than the padding would."""
+
+FEW_TOKENS = 256
+"""A launch of fewer tokens costs what one of so many does: it waits for the weights."""
 
 
 class SchedulerConfig(Protocol):
@@ -23,6 +31,10 @@ class SchedulerConfig(Protocol):
     @property
     def max_tokens_per_step(self) -> int:
         """Tokens of an extend launch, at most; not below `max_sequences`."""
+
+    @property
+    def token_buckets(self) -> Sequence[int]:
+        """The sizes that extend launches are padded to, rising; the last is `max_tokens_per_step`."""
 
     @property
     def prefill_chunk(self) -> int:
@@ -56,6 +68,21 @@ class SchedulerConfig(Protocol):
 def reserves_full_length(config: SchedulerConfig) -> bool:
     """Whether every running request can grow to its limit without another page being found."""
     return config.deterministic or config.reserve_full_length
+
+
+def full_launch(decoding: int, prompts: int, buckets: Sequence[int]) -> int:
+    """Tokens of the next extend launch, when `decoding` rows take one each and `prompts` tokens of prompts could be computed.
+
+    All of them, or the size of a smaller bucket where the one that holds them all would be padded too much.
+
+    Not where decoding rows would take most of the smaller one, nor where it would be a launch of few tokens.
+    """
+    wanted = decoding + prompts
+    place = bisect.bisect_left(buckets, wanted)
+    if place in (0, len(buckets)) or wanted >= FILLED * buckets[place]:
+        return wanted
+    smaller = buckets[place - 1]
+    return smaller if smaller >= max(FEW_TOKENS, 2 * decoding) else wanted
 
 
 def can_idle(running: Sequence[Request], steps: int) -> bool:

@@ -23,6 +23,7 @@ FLASH_ATTENTION.register(
     shape_key=mosaic.shape_key,
     config_type=mosaic.Config,
     candidates=mosaic.candidates,
+    untuned=True,
 )
 
 

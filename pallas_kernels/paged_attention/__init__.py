@@ -19,6 +19,7 @@ PAGED_ATTENTION.register(
     shape_key=mosaic.shape_key,
     config_type=mosaic.Config,
     candidates=mosaic.candidates,
+    untuned=True,
 )
 # Few queries a row are bound by reading their keys, which splits among CTAs; many are bound by multiplying: another kernel.
 PAGED_ATTENTION.register(
@@ -27,6 +28,7 @@ PAGED_ATTENTION.register(
     shape_key=flash.paged_shape_key,
     config_type=flash.Config,
     candidates=flash.candidates,
+    untuned=True,
 )
 
 

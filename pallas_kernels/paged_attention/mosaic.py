@@ -105,7 +105,7 @@ def candidates(key: Mapping[str, int | str]) -> list[Config]:
     in depth, splits, teams and who copies."""
     shape = Shape(**{name: int(value) for name, value in key.items()})
     found = [default_config(shape)]
-    one_head = [(heads, keys) for heads, keys in _blocks(shape) if heads == 1 and keys == TILE]
+    one_head = [(heads, keys) for heads, keys in _blocks(shape) if heads == 1 and keys in (TILE, 2 * TILE)]
     for heads, keys in dict.fromkeys([*itertools.islice(_blocks(shape), 4), *one_head]):
         base = _configured(shape, heads, keys)
         variations = [base]
@@ -113,6 +113,8 @@ def candidates(key: Mapping[str, int | str]) -> list[Config]:
             variations += [_deepened(shape, base._replace(team=team, splits=n, stages=1), SHARED_BYTES) for n in {1, base.splits}]
         variations += [base._replace(splits=splits) for splits in (base.splits // 2, base.splits * 2)]
         variations += [_deepened(shape, base, SHARED_BYTES), _deepened(shape, base._replace(copier=True), SHARED_BYTES)]
+        # Splits that a full batch does not need fill the device where only one of its rows is live.
+        variations += [base._replace(splits=n * base.splits, team=team) for n, team in ((4, 1), (2, 2), (4, 2))]
         for config in variations:
             useful = 1 <= config.splits <= MAX_SPLITS and config.splits * config.team * config.keys <= shape.context
             if useful and config not in found and _reason(shape, config) is None:

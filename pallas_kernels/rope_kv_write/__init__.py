@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
 ROPE_KV_WRITE = Operation("rope_kv_write", xla.rope_kv_write)
 ROPE_KV_WRITE.register(
-    "mosaic", mosaic.rope_kv_write, shape_key=mosaic.shape_key, config_type=mosaic.Config, candidates=mosaic.candidates
+    "mosaic",
+    mosaic.rope_kv_write,
+    shape_key=mosaic.shape_key,
+    config_type=mosaic.Config,
+    candidates=mosaic.candidates,
+    untuned=True,
 )
 
 apply_rope = xla.apply_rope

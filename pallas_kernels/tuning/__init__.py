@@ -3,10 +3,12 @@
 Owns the files beside this module (`nvidia_h200.json`), how they are read and written, and for which device a trace is. Must not
 know what an operation computes, nor what the fields of a configuration mean. `bench/kernels.py --tune` writes the files.
 
-A key is a flat mapping of a call's shape. Sizes that a program pads anyway are rounded up to the next tuned one:
+A key is a flat mapping of a call's shape. Sizes that a program pads anyway are rounded up to the next tuned one, the rows
+before the context:
 
 - `tokens`, `queries`: nothing is known beyond the largest tuned value, so such a call has no entry;
-- `rows`, `context`: what is right for the largest tuned value stays right beyond it.
+- `rows`, `context`: what is right for the largest tuned value stays right beyond it, where no entry has as much of both (a few
+  rows of a long context are divided otherwise than as many of a short one).
 
 Every other field must be equal.
 """
@@ -129,7 +131,9 @@ def _find(found: Iterable[Entry], key: Key) -> Entry | None:
         for entry in found
         if entry["key"].keys() == key.keys() and all(entry["key"][name] == value for name, value in exact.items())
     ]
-    for name in (name for name in _ROUNDED if name in key):
+    rounded = [name for name in _ROUNDED if name in key]
+    left = [entry for entry in left if all(entry["key"][name] >= key[name] for name in rounded)] or left
+    for name in rounded:
         sizes = sorted({entry["key"][name] for entry in left})
         fitting = [size for size in sizes if size >= key[name]] or (sizes[-1:] if name in _OPEN_ENDED else [])
         if not fitting:

@@ -70,6 +70,18 @@ def test_without_a_name_the_table_decides(operation: Operation) -> None:
     assert operation(40) == 80  # beyond the largest tuned
 
 
+@pytest.mark.usefixtures("tuned")
+def test_what_is_good_untuned_serves_shapes_that_the_table_does_not_know(operation: Operation) -> None:
+    operation.register("good", lambda x, config=None: (config, x), shape_key=shape_key, config_type=Config, untuned=True)
+    assert operation(40) == 80  # the table names it for no shape: not known to be right here
+    found = [*tuning.entries("double"), entry({"tokens": 12}, "good", {"sign": 5})]
+    tuning.save(tuning.path_of("Test Card"), "Test Card", {"double": found})
+    assert operation(12) == (Config(5), 12)
+    assert operation(40) == (None, 40)  # by its default configuration
+    assert operation(16) == 32  # the table says that the reference is faster
+    assert operation(2) == 4  # it cannot serve this one
+
+
 def test_where_nothing_is_tuned_the_reference_serves_and_no_key_is_made(operation: Operation) -> None:
     def never(x: int, *, extra: int = 0) -> dict[str, int | str]:
         raise AssertionError

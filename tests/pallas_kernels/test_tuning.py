@@ -61,6 +61,8 @@ def test_a_device_without_a_file_has_no_entries(folder: Path) -> None:
         ({"rows": 9, "context": 257, "dtype": "bfloat16"}, (32, 2048)),
         ({"rows": 32, "context": 1, "dtype": "bfloat16"}, (32, 2048)),  # the smallest context tuned for these rows
         ({"rows": 300, "context": 9000, "dtype": "bfloat16"}, (32, 8192)),  # beyond both: the largest
+        ({"rows": 8, "context": 5000, "dtype": "bfloat16"}, (32, 8192)),  # rather more rows than too short a context
+        ({"rows": 8, "context": 9000, "dtype": "bfloat16"}, (8, 4096)),  # no entry has as much of both
         ({"rows": 8, "context": 256, "dtype": "float16"}, None),
         ({"rows": 8, "context": 256}, None),
         ({"rows": 8, "context": 256, "dtype": "bfloat16", "page": 16}, None),
