@@ -6,7 +6,8 @@ What counts here is multiplications: a case has FLOPs beside its bytes. Data com
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,53 +43,57 @@ class FlashCase(Case):
 
 
 def paged_groups(model: str) -> Iterator[Group]:
-    """Chunks of one prompt as the engine computes them, beside rows that are padding."""
+    """Chunks of one prompt as the engine computes them, beside rows that are padding; and one beside rows that decode."""
+    for rank, (page, (tokens, prefix)) in enumerate(itertools.product(PAGE_SIZES, CHUNKS)):
+        name = f"{tokens} queries on {prefix} more keys, page {page}"
+        yield _paged_group(model, name, page, [(tokens, prefix)], 64, rank)
+    decoding = [(1, prefix) for prefix in np.linspace(16, 600, 256).astype(int).tolist()]
+    yield _paged_group(model, "256 decoding rows and a prompt of 256, page 16", 16, [*decoding, (256, 0)], 257, rank=1)
+
+
+def _paged_group(model: str, name: str, page: int, chunks: Sequence[tuple[int, int]], rows: int, rank: int) -> Group:
+    """One launch: of each chunk its queries and the keys in front of them; padding up to `rows`."""
     config = preset_config(model)
     dtype = jnp.dtype(config.dtype)
-    rows = 64
-    rank = 0
-    for page in PAGE_SIZES:
-        for tokens, prefix in CHUNKS:
-            length, width = tokens + prefix, CONTEXT // page
-            pages = 1 + width
+    width = CONTEXT // page
+    tokens = sum(queries for queries, _ in chunks)
+    lengths = np.zeros(rows, np.int32)
+    lengths[: len(chunks)] = [sum(chunk) for chunk in chunks]
+    starts = np.full(rows + 1, tokens, np.int32)
+    starts[: len(chunks)] = np.cumsum([0, *(queries for queries, _ in chunks[:-1])])
+    used = -(-lengths // page)
+    pages = 1 + max(int(used.sum()), width)
 
-            def data(seed: int, page: int = page, length: int = length, pages: int = pages) -> dict[str, jax.Array]:
-                random = np.random.default_rng(seed)
-                table = np.zeros((rows, pages - 1), np.int32)
-                used = -(-length // page)
-                table[0, :used] = 1 + random.permutation(pages - 1)[:used]
-                owned = np.zeros((pages, page), bool)
-                owned[table[0, :used]] = (np.arange(used * page) < length).reshape(used, page)
-                keep = jnp.tile(jnp.asarray(owned), (TURNS, 1))[:, None, :, None]
-                shape = (TURNS * pages, config.num_kv_heads, page, config.head_dim)
-                keys = jax.random.split(jax.random.key(seed))
-                k, v = (jnp.where(keep, jax.random.normal(key, shape, dtype), jnp.nan).astype(dtype) for key in keys)
-                return {"k": k, "v": v, "table": jnp.asarray(table)}
+    def data(seed: int) -> dict[str, jax.Array]:
+        ids = 1 + np.random.default_rng(seed).permutation(pages - 1)
+        table, owned, taken = np.zeros((rows, width), np.int32), np.zeros((pages, page), bool), 0
+        for row, (length, count) in enumerate(zip(lengths, used, strict=True)):
+            table[row, :count] = ids[taken : taken + count]
+            owned[table[row, :count]] = (np.arange(count * page) < length).reshape(count, page)
+            taken += count
+        keep = jnp.tile(jnp.asarray(owned), (TURNS, 1))[:, None, :, None]
+        shape = (TURNS * pages, config.num_kv_heads, page, config.head_dim)
+        keys = jax.random.split(jax.random.key(seed))
+        k, v = (jnp.where(keep, jax.random.normal(key, shape, dtype), jnp.nan).astype(dtype) for key in keys)
+        return {"k": k, "v": v, "table": jnp.asarray(table)}
 
-            def arguments(
-                q: jax.Array, data: dict[str, jax.Array], turn: int, _: jax.Array, length: int = length, pages: int = pages
-            ) -> Call:
-                lengths = jnp.zeros((rows,), jnp.int32).at[0].set(length)
-                starts = jnp.full((rows + 1,), len(q), jnp.int32).at[0].set(0)
-                args = (q, data["k"], data["v"], data["table"], lengths, starts)
-                scale = float(config.head_dim) ** -0.5
-                offset = jnp.int32(turn * pages)
-                return Call(args, {"page_offset": offset, "scale": scale, "window": 0, "soft_cap": 0.0, "decode": False})
+    def arguments(q: jax.Array, data: dict[str, jax.Array], turn: int, _: jax.Array) -> Call:
+        args = (q, data["k"], data["v"], data["table"], jnp.asarray(lengths), jnp.asarray(starts))
+        options = {"scale": float(config.head_dim) ** -0.5, "window": 0, "soft_cap": 0.0, "decode": False}
+        return Call(args, {"page_offset": jnp.int32(turn * pages), **options})
 
-            case = Case(
-                name=f"{tokens} queries on {prefix} more keys, page {page}",
-                operation=PAGED_ATTENTION,
-                model=model,
-                rows=tokens,
-                count=config.num_layers,
-                bytes=_bytes(model, tokens, length),
-                flops=_flops(model, tokens, prefix),
-                query=_query(model, tokens),
-                arguments=arguments,
-            )
-            name = f"{model} prefill {case.name}"
-            yield Group(name=name, cases=(case,), data=data, turns=lambda _: range(TURNS), rank=rank)
-            rank += 1
+    case = Case(
+        name=name,
+        operation=PAGED_ATTENTION,
+        model=model,
+        rows=tokens,
+        count=config.num_layers,
+        bytes=_bytes(model, tokens, int(lengths.sum())),
+        flops=sum(_flops(model, *chunk) for chunk in chunks),
+        query=_query(model, tokens),
+        arguments=arguments,
+    )
+    return Group(name=f"{model} prefill {name}", cases=(case,), data=data, turns=lambda _: range(TURNS), rank=rank)
 
 
 def contiguous_groups(model: str) -> Iterator[Group]:
