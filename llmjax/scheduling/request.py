@@ -16,6 +16,7 @@ import numpy as np
 
 from llmjax.sampling_params import SamplingParams
 from llmjax.scheduling.finish_reason import FinishReason
+from llmjax.scheduling.request_speculation import RequestSpeculation
 
 
 class RequestState(enum.Enum):
@@ -62,6 +63,8 @@ class Request:
             the epoch it was dispatched in.
         num_chunks: launches that computed known tokens of it.
         num_steps: decode steps launched for it.
+        prompt_class: what sort of text the prompt is ("code", "json", ...): requests of a class are expected to draft alike.
+        speculation: how its drafts fare, None before it could draft. `Speculation`'s.
         ending_ids: every token id that ends the output, as a set (the device and `Scheduler.update` both decide by this).
         stepwise: the host must know each token before the next one is launched, because it decides what that may be.
     """
@@ -98,6 +101,8 @@ class Request:
     epoch: int = 0
     num_chunks: int = 0
     num_steps: int = 0
+    prompt_class: str = "tokens"
+    speculation: RequestSpeculation | None = None
     ending_ids: frozenset[int] = dataclasses.field(init=False)
     stepwise: bool = dataclasses.field(init=False)
 
