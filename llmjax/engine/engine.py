@@ -26,6 +26,7 @@ from llmjax.engine.grammar_rows import follow, launch_masks
 from llmjax.engine.memory_map import MemoryMap, live_bytes, memory_map
 from llmjax.engine.output_processor import NON_FINITE, LiveRequest
 from llmjax.engine.outputs import RequestOutput
+from llmjax.engine.prompt_class import UNKNOWN, class_of
 from llmjax.engine.request_checks import check_ids, check_params, output_limit, token_ids
 from llmjax.engine.runner import PendingStep
 from llmjax.engine.startup import start_runner
@@ -36,6 +37,7 @@ from llmjax.sampling_params import SamplingParams
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.request import Request, ScheduledBatch, StepOutput
 from llmjax.scheduling.scheduler import Scheduler
+from llmjax.scheduling.speculation import Speculation
 from llmjax.telemetry.metrics import EngineMetrics
 from llmjax.telemetry.startup import Timeline
 from llmjax.telemetry.timings import RequestTimeline
@@ -90,6 +92,7 @@ class Engine:
         num_pages = self.memory.num_pages
         self.eos_ids = tuple(dict.fromkeys((*eos_ids, *(tokenizer.eos_ids if tokenizer is not None else ()))))
         self.pool = PagePool(num_pages, self.config.page_size)
+        self.speculation: Speculation | None = None
         self.scheduler = Scheduler(self.config, self.pool)
         self.stats = EngineStats(num_pages=num_pages - 1)
         self.trace: EngineTrace | None = None
@@ -178,6 +181,7 @@ class Engine:
         check_ids(ids, self.model_config.num_tokens)
         check_params(params, self.model_config.num_tokens, self.eos_ids, has_tokenizer=self.tokenizer is not None)
         seed = self._random.getrandbits(64) if params.seed is None else params.seed & (2**64 - 1)
+        prompt_class = class_of(prompt, ids, self.tokenizer) if self.config.speculative is not None else UNKNOWN
         requests = [
             Request(
                 request_id=f"{request_id}/{choice}",
@@ -189,6 +193,7 @@ class Engine:
                 eos_ids=() if params.ignore_eos else self.eos_ids,
                 arrival_time=arrival_ns * 1e-9,
                 priority=priority,
+                prompt_class=prompt_class,
             )
             for choice in range(params.n)
         ]
@@ -347,7 +352,7 @@ class Engine:
         self.stats.finished[reason] += 1
         self.stats.corrupted += any(choice.error == NON_FINITE for choice in last.outputs)
         live.timeline.ended(ended_ns)
-        last.timings = live.timings(time.monotonic_ns())
+        last.timings, last.speculation = live.timings(time.monotonic_ns()), live.speculation()
         longest = max(len(choice.token_ids) for choice in last.outputs)
         self.metrics.finished(last.timings, lane=lane, reason=reason, n=params.n, max_tokens=params.max_tokens, longest=longest)
         if self.trace is not None:

@@ -75,7 +75,7 @@ class Speculation:
 
     Args:
         launch_seconds: of its programs; updated by `measured`.
-        deterministic: what a request drafts must depend on the request alone: always `tokens`, in every launch.
+        deterministic: what a request drafts depends on the request alone, and is not decided here: only counted.
 
     Attributes:
         counts: what was drafted, accepted and switched so far.
@@ -85,7 +85,6 @@ class Speculation:
     def __init__(self, config: SpeculationConfig, launch_seconds: LaunchSeconds, *, deterministic: bool = False) -> None:
         self._config = config
         self._seconds = launch_seconds
-        self._deterministic = deterministic
         self._adaptive = config.adaptive and not deterministic
         self._lengths = config.lengths
         self._more = [
@@ -225,24 +224,10 @@ class Speculation:
         return Drafting(length, drafts) if any(drafts) else None
 
     def _plan_always(self, decoding: Sequence[Request]) -> Drafting | None:
-        if len(decoding) > self._config.disable_above_batch and not self._deterministic:
+        if len(decoding) > self._config.disable_above_batch:
             return None
-        for request in decoding:
-            if request.speculation is None:
-                self._begin(request)
-        drafts = [self._always(request) for request in decoding]
-        return Drafting(self._config.tokens, drafts) if self._deterministic or any(drafts) else None
-
-    def _always(self, request: Request) -> int:
-        longest = self._config.max_length
-        if longest is not None:  # what is in flight must not decide in a deterministic engine: its length at the limit does
-            length = request.num_prompt_tokens + request.limit if self._deterministic else request.num_computed_tokens
-            record = request.speculation
-            if length >= longest and record is not None and record.off is None:
-                self._switch_off(record, "length")
-        if request.speculation is not None and request.speculation.off is not None:
-            return 0
-        return max(0, min(self._config.tokens, request.num_left - 1))
+        most, _ = self._survey(decoding)
+        return Drafting(self._config.tokens, most) if any(most) else None
 
     # -- after a launch
 
@@ -250,7 +235,7 @@ class Speculation:
         """A round of a request that was to draft has been read: of `proposed` drafts `accepted` were."""
         record = request.speculation
         if record is None:
-            return
+            record = self._begin(request)
         tested = record.read(proposed, accepted)
         self.counts.read(proposed, accepted)
         self.rates.add(request.lane, request.prompt_class, accepted, tested)

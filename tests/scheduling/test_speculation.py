@@ -256,15 +256,12 @@ def test_always_drafts_as_much_as_there_is_room_for() -> None:
     assert not drafted(run(control(adaptive=False, disable_above_batch=2), [Text(0.9, 50)] * 3, batch=3))[10:20]
 
 
-def test_a_deterministic_engine_drafts_in_every_launch_whoever_is_beside() -> None:
-    speculation = control(deterministic=True, disable_above_batch=1, max_length=150)
-    result = run(speculation, [Text(0.0, 100), Text(0.0, 200)], batch=2)
-    assert all(drafting is not None and drafting.length == 3 for drafting in result.launches)
-    short, long = (request.speculation for request in result.requests)
-    assert short is not None
-    assert long is not None
-    assert short.rounds > 90
-    assert (long.rounds, long.off) == (0, "length")
+def test_in_a_deterministic_engine_rounds_are_counted_and_switch_nobody() -> None:
+    speculation = control(deterministic=True)
+    result = run(speculation, [Text(0.0, 100), Text(0.5, 100)], batch=2)
+    assert all(request.speculation is not None and request.speculation.off is None for request in result.requests)
+    assert switches(speculation) == {}
+    assert speculation.counts.rounds > 90
 
 
 def test_the_same_history_gives_the_same_decisions() -> None:
