@@ -18,6 +18,7 @@ from typing import Any
 from llmjax.engine.backend import is_gpu, use_compile_cache
 from llmjax.engine.compile_programs import Program
 from llmjax.engine.config import EngineConfig
+from llmjax.engine.draft_model import DraftModel, fitting_draft, limit_tokens
 from llmjax.engine.engine_stats import EngineStats
 from llmjax.engine.engine_trace import EngineTrace
 from llmjax.engine.engine_view import read_engine
@@ -36,6 +37,7 @@ from llmjax.sampling_params import SamplingParams
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.request import Request, ScheduledBatch, StepOutput
 from llmjax.scheduling.scheduler import Scheduler
+from llmjax.scheduling.speculation import Speculation
 from llmjax.telemetry.metrics import EngineMetrics
 from llmjax.telemetry.startup import Timeline
 from llmjax.telemetry.timings import RequestTimeline
@@ -57,6 +59,8 @@ class Engine:
         engine_config: sizes and policies.
         eos_ids: ids that end an output, besides the tokenizer's own.
         startup: the timeline of a start that began earlier.
+        draft: the model that drafts, with `speculative.method: draft`; its parameters are held, not copied, and stay as they are
+            when `update_params` swaps those of the model.
 
     Attributes:
         startup: the phases of its start.
@@ -77,20 +81,25 @@ class Engine:
         *,
         eos_ids: Sequence[int] = (),
         startup: Timeline | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
         self.startup = startup if startup is not None else Timeline()
         if engine_config.compile_cache is not None:
             use_compile_cache(engine_config.compile_cache)
         self.tokenizer = tokenizer
-        self.model_config = _mask_padding_ids(config, tokenizer)
+        self.model_config = limit_tokens(config, tokenizer)
         self.config = engine_config.resolved(gpu=is_gpu(), model_max_context=config.max_positions)
         model = get_model(config.family)
-        started = start_runner(model, self.model_config, params, self.config, self.startup)
+        draft = fitting_draft(draft, model, self.model_config, tokenizer, self.config)
+        started = start_runner(model, self.model_config, params, self.config, self.startup, draft)
         self.runner, self.memory, self._programs = started.runner, started.memory, started.programs
         num_pages = self.memory.num_pages
         self.eos_ids = tuple(dict.fromkeys((*eos_ids, *(tokenizer.eos_ids if tokenizer is not None else ()))))
         self.pool = PagePool(num_pages, self.config.page_size)
-        self.scheduler = Scheduler(self.config, self.pool)
+        self.speculation: Speculation | None = None
+        if self.config.speculative is not None:
+            self.speculation = Speculation(self.config.speculative, self.runner.launch_seconds)
+        self.scheduler = Scheduler(self.config, self.pool, self.speculation)
         self.stats = EngineStats(num_pages=num_pages - 1)
         self.trace: EngineTrace | None = None
         self.metrics = EngineMetrics([lane.name for lane in self.config.lanes])
@@ -398,7 +407,7 @@ class Engine:
             raise EngineError("the policy can be changed only while nothing runs: call step until has_unfinished is False")
         self.config = dataclasses.replace(self.config, **policy)
         self.pool.forget_all()
-        self.scheduler = Scheduler(self.config, self.pool)
+        self.scheduler = Scheduler(self.config, self.pool, self.speculation)
         self.metrics.add_lanes([lane.name for lane in self.config.lanes])
         self._prefix_tokens_before = (self.stats.prompt_tokens_queried, self.stats.prompt_tokens_cached)
 
@@ -414,10 +423,3 @@ class Engine:
             self._read_oldest()
         self.runner.update_params(params)
         self.scheduler.forget_prefixes()
-
-
-def _mask_padding_ids(config: DecoderConfig, tokenizer: Tokenizer | None) -> DecoderConfig:
-    """A vocabulary is often padded to a round number of rows; ids no tokenizer can name must never be sampled."""
-    if tokenizer is None or tokenizer.vocab_size >= config.num_tokens:
-        return config
-    return dataclasses.replace(config, num_tokens=tokenizer.vocab_size)  # type: ignore[type-var]

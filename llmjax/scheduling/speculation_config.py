@@ -18,7 +18,7 @@ class SpeculationConfig:
     """Speculative decoding of one engine.
 
     Attributes:
-        method: "ngram" drafts what followed the row's last tokens the last time they occurred in it; "draft" asks a smaller model;
+        method: "ngram" drafts what followed the row's last tokens when they occurred before; "draft" asks a smaller model;
             "truncated" the target's own first layers.
         tokens: drafts of a row in one launch, at most (1 to 8).
         temperature: the draft's, relative to the request's. It changes how many drafts are accepted, never what is answered.
