@@ -23,21 +23,20 @@ class LaunchSeconds:
 
     Args:
         plain: seconds of one plain decode step, by row bucket.
-        speculate: seconds of a round, by row bucket and number of drafts; each bucket is one of `plain`'s.
+        speculate: seconds of a round, by row bucket and number of drafts.
     """
 
     def __init__(self, plain: Mapping[int, float], speculate: Mapping[tuple[int, int], float]) -> None:
         self._seconds = {(rows, PLAIN): seconds for rows, seconds in plain.items()} | dict(speculate)
         assert all(value > 0 for value in self._seconds.values())
-        assert all(rows in plain for rows, _ in speculate)
-        self._buckets = sorted(plain)
+        self._buckets = sorted({rows for rows, _ in self._seconds})
         self._counts = dict.fromkeys(self._seconds, 0)
         self._timed_at = dict.fromkeys(self._seconds, -_STALE)
         self._times = dict.fromkeys(self._buckets, 0)
 
     def of(self, rows: int, length: int) -> float:
         """Seconds of a launch with so many rows, padded to their bucket; infinity where there is no such program."""
-        if rows > self._buckets[-1]:
+        if not self._buckets or rows > self._buckets[-1]:
             return float("inf")
         return self._seconds.get((pick(self._buckets, rows), length), float("inf"))
 

@@ -76,13 +76,21 @@ class Speculation:
     Args:
         launch_seconds: of its programs; updated by `measured`.
         deterministic: what a request drafts depends on the request alone, and is not decided here: only counted.
+        counts: to go on with, of at least as many tokens a round.
 
     Attributes:
         counts: what was drafted, accepted and switched so far.
         rates: acceptance lately.
     """
 
-    def __init__(self, config: SpeculationConfig, launch_seconds: LaunchSeconds, *, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        launch_seconds: LaunchSeconds,
+        *,
+        deterministic: bool = False,
+        counts: SpeculationCounts | None = None,
+    ) -> None:
         self._config = config
         self._seconds = launch_seconds
         self._adaptive = config.adaptive and not deterministic
@@ -90,7 +98,7 @@ class Speculation:
         self._more = [
             tuple(tokens_a_round(step / _STEPS, length) - 1 for length in self._lengths) for step in range(_STEPS + 1)
         ]  # tokens of a round beyond those of a plain step, by acceptance and length: `observe` is called often
-        self.counts = SpeculationCounts(config.tokens)
+        self.counts = counts if counts is not None else SpeculationCounts(config.tokens)
         self.rates = AcceptanceRates()
         self._launches = 0
         self._off: Literal["batch", "cost"] | None = None
@@ -102,6 +110,11 @@ class Speculation:
         self._wait = FIRST_WAIT
         self._probe_left = 0
         self._until_plain = _FIRST_PLAIN
+
+    @property
+    def launch_seconds(self) -> LaunchSeconds:
+        """What launches cost, as far as is known."""
+        return self._seconds
 
     @property
     def off(self) -> Literal["batch", "cost"] | None:

@@ -18,8 +18,8 @@ class SpeculationConfig:
     """Speculative decoding of one engine.
 
     Attributes:
-        method: "ngram" drafts what followed the row's last tokens the last time they occurred in it; "draft" asks a smaller
-            model; "truncated" the target's own first layers.
+        method: "ngram" drafts what followed the row's last tokens when they occurred before; "draft" asks a smaller model;
+            "truncated" the target's own first layers.
         tokens: drafts of a row in one launch, at most (1 to 8).
         temperature: the draft's, relative to the request's. It changes how many drafts are accepted, never what is answered.
         min_acceptance: share of its drafts below which a request stops drafting.
@@ -67,6 +67,12 @@ class SpeculationConfig:
     def lengths(self) -> tuple[int, ...]:
         """The numbers of drafts that programs are compiled for, rising."""
         return tuple(sorted({(self.tokens + 1) // 2, self.tokens}))
+
+    def runs_on(self, built: SpeculationConfig) -> bool:
+        """Whether an engine that was built for `built` has every program that this needs."""
+        used = self.lengths if self.adaptive else (self.tokens,)
+        same = all(getattr(self, name) == getattr(built, name) for name in ("method", "layers", "ngram_min", "ngram_max"))
+        return same and set(used) <= set(built.lengths) and self.disable_above_batch <= built.disable_above_batch
 
 
 def _check_count(name: str, value: object) -> None:

@@ -245,8 +245,8 @@ def test_drafts_are_those_of_the_last_minute() -> None:
             "accepted": 10 * second + (10 * second - 500 if second > 50 else 0),
         }
         found = window.add(snapshot(second, second) | {"speculation": drafts})
-    assert found["accepted"] == pytest.approx(1200 / 1800, abs=0.06)
-    assert found["round_tokens"] == pytest.approx(1 + 1200 / 600, abs=0.2)
+    assert found["accepted"] == pytest.approx((1480 - 390) / (2970 - 1170))  # of second 99 and second 39
+    assert found["round_tokens"] == pytest.approx(1 + (1480 - 390) / (990 - 390))
     assert window.add(snapshot(100, 100) | {"speculation": None})["accepted"] is None
     assert Window().add(snapshot(0, 0) | {"speculation": drafts})["round_tokens"] is None
 
