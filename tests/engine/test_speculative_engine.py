@@ -289,7 +289,9 @@ def test_tokens_and_logprobs_are_those_of_plain_steps(engine: Engine) -> None:
     for plain, drafted in zip(*outputs, strict=True):
         for one, other in zip(plain, drafted, strict=True):
             assert one.token_ids == other.token_ids
-            scores = [[entry for position in o.logprobs or [] for entry in (position.chosen, *position.top)] for o in (one, other)]
+            scores = [
+                [entry for position in o.logprobs or [] for entry in (position.chosen, *position.top)] for o in (one, other)
+            ]
             assert [(e.token_id, e.rank) for e in scores[0]] == [(e.token_id, e.rank) for e in scores[1]]
             np.testing.assert_allclose([e.logprob for e in scores[0]], [e.logprob for e in scores[1]], rtol=2e-6, atol=2e-6)
             assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, rel=1e-6)
