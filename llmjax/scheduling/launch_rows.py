@@ -43,7 +43,8 @@ class LaunchRows:
             request.num_steps += 1
             seen = row.start - 1  # the draft model takes the last two tokens in any case
             if fills and row.drafts and request.num_drafted < seen:
-                row.catch_up = (request.num_drafted, seen)
+                # What is in flight may have come less far than it was promised, and the hole begin as much earlier.
+                row.catch_up = (min(request.num_drafted, request.num_tokens - 1), seen)
                 request.num_drafted = seen
             if request.num_drafted >= seen:
                 # Of the last draft it has not seen more than that it made it: that one may be missing.
