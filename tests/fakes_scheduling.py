@@ -3,11 +3,15 @@
 `FakeDevice` is written from the contract in `request.py` alone. It keeps, for every slot of the cache, what keys and values
 depend on (the tokens up to there, the salt, the weights), and checks what it *reads* there before it computes a next token: a
 page reused too early, filled wrongly or found by mistake fails the test. NaN is followed too: no page with it is handed out.
+
+With speculation it takes as many drafts as chance has it, and leaves rejected ones in the slots behind; what a draft model's
+cache holds is kept likewise, and a row that drafts must have all of its tokens there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -20,10 +24,13 @@ from llmjax.scheduling.lane_config import FIFO, LaneConfig
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.request import Request, RequestState, ScheduledBatch, ScheduledRow, StepOutput
 from llmjax.scheduling.scheduler import Scheduler
+from llmjax.scheduling.speculation import Drafting, LaunchSeconds, Speculation
+from llmjax.scheduling.speculation_config import SpeculationConfig
 
 VOCAB = 11
 NAN_ID = VOCAB  # a prompt token whose keys and values are NaN, and so are all after it
 NAN = 0  # what a slot holds then
+REJECTED = -1  # what it holds of a draft that was not taken
 Tenant = tuple[str, int]  # request id and epoch: who lives in a device row
 
 
@@ -108,6 +115,32 @@ class DeviceRow:
         self.content.append(NAN if NAN in (before, token - NAN_ID) else hash((before, token, generation)) or 1)
 
 
+class RandomSpeculation(Speculation):
+    """Draws for each launch whether it drafts, and how many tokens each row."""
+
+    def __init__(self, config: SpeculationConfig, seed: int) -> None:
+        super().__init__(config, LaunchSeconds({}, {}))
+        self.random = random.Random(seed)
+        self.seen = [0, 0]
+        self.ended_ids: list[str] = []
+
+    def plan(self, decoding: Sequence[Request], now: float) -> Drafting | None:
+        assert decoding
+        if self.random.random() < 0.3:
+            return None
+        length = self.random.choice(self._config.lengths)
+        return Drafting(length, [0 if r.stepwise else self.random.randint(0, length) for r in decoding])
+
+    def observe(self, request: Request, proposed: int, accepted: int) -> None:
+        assert not request.finished
+        assert accepted <= proposed
+        self.seen[0] += proposed
+        self.seen[1] += accepted
+
+    def ended(self, request: Request) -> None:
+        self.ended_ids.append(request.request_id)
+
+
 class FakeDevice:
     """Runs launches in order; their results are given out later, oldest first."""
 
@@ -119,6 +152,8 @@ class FakeDevice:
         self.writers: dict[int, Tenant] = {}  # page -> who it was handed out to
         self.launches: deque[tuple[StepOutput, dict[int, set[Tenant]]]] = deque()  # result, and the pages it may touch
         self.tokens_computed: dict[str, int] = {}
+        self.draft_slots: dict[tuple[int, int], int] = {}  # (page, offset) -> the tokens that a draft model computed there
+        self.random = random.Random(num_pages)
 
     def dispatch(self, batch: ScheduledBatch) -> None:
         """Check the launch against the contract, and run it."""
@@ -126,23 +161,31 @@ class FakeDevice:
         assert rows
         assert len({row.row for row in rows}) == len(rows), "a row twice in a launch"
         assert all(0 <= row.row < config.max_sequences for row in rows)
-        assert batch.num_tokens <= config.max_tokens_per_step
+        assert batch.kind == "speculate" or batch.num_tokens <= config.max_tokens_per_step
         assert batch.num_steps in ((1, config.decode_steps) if batch.kind == "decode" else (1,))
+        if batch.kind == "speculate":
+            assert config.speculative is not None
+            assert batch.draft_length in config.speculative.lengths
         for page in batch.dirty_pages:
             assert not any(page in touched for _, touched in self.launches), "zeroed under a launch"
             for offset in range(self.page_size):
                 self.slots.pop((page, offset), None)
+                self.draft_slots.pop((page, offset), None)
         for row in rows:
             self._admit(row)
-        shape = (batch.num_steps, len(rows))
+        shape = (batch.draft_length + 1 if batch.kind == "speculate" else batch.num_steps, len(rows))
         output = StepOutput(
             batch, np.full(shape, -1, np.int32), np.zeros(shape, np.float32), np.zeros(shape, np.int32), np.ones(shape, bool)
         )
+        if batch.kind == "speculate":
+            output.proposed, output.accepted = np.zeros((2, len(rows)), np.int32)
         for column, row in enumerate(rows):
             state = self.rows[row.row]
             was_ended = state.ended
             if batch.kind == "decode":
                 self._decode(row, state, output, column)
+            elif batch.kind == "speculate":
+                self._speculate(row, state, output, column)
             else:
                 self._extend(row, state, output, column)
             if not was_ended:
@@ -199,17 +242,19 @@ class FakeDevice:
         if state.ended:
             assert not ids, "known tokens for a row that has ended"
             return
-        assert row.start == state.length
         if state.active:
+            self._check_start(row, state)
             assert row.num_tokens == 1
             assert not ids
             ids = [state.last]
         else:
+            assert row.start == state.length
             assert row.num_tokens <= self.config.prefill_chunk
             assert len(ids) == row.num_tokens, "only the device's last token may be missing"
             state.num_output += sum(position >= state.num_prompt for position in range(row.start, row.start + len(ids)))
         for token in ids:
             self._write(state, token)
+            self._draft_write(state, state.length - 1)
         assert row.samples in (0, 1)
         output.finite[0, column] = state.content[-1] != NAN
         if row.samples:
@@ -221,13 +266,58 @@ class FakeDevice:
         if state.ended:
             return
         assert state.active, "a decode launch needs the row's last sampled token"
-        assert row.start == state.length
+        self._check_start(row, state)
         assert not row.token_ids
         for step in range(output.batch.num_steps):
             if not state.ended:
                 assert step < row.samples, "the row goes on beyond what the host promised"
                 self._write(state, state.last)
                 self._sample(state, output, step, column)
+
+    def _check_start(self, row: ScheduledRow, state: DeviceRow) -> None:
+        assert row.start == state.length or (self.config.speculative is not None and row.start > state.length)
+
+    def _speculate(self, row: ScheduledRow, state: DeviceRow, output: StepOutput, column: int) -> None:
+        assert not row.is_new
+        assert not row.token_ids
+        assert row.samples == row.num_tokens == row.drafts + 1 <= output.batch.draft_length + 1
+        if state.ended:
+            return
+        assert state.active
+        self._check_start(row, state)
+        assert self.config.speculative is not None
+        assert self.config.speculative.method == "draft" or row.catch_up == (0, 0)
+        for position in range(*row.catch_up):
+            if position < state.length:
+                self._draft_write(state, position)
+        before = state.length
+        if row.drafts and self.config.speculative.method == "draft":
+            for position in range(before - 1):
+                assert self._draft_slot(state, position) == hash(tuple(state.ids[: position + 1])), "the draft model has a hole"
+        drafts = min(row.drafts, state.limit - state.num_output - 1)
+        right = self.random.randint(0, drafts)
+        assert output.proposed is not None
+        assert output.accepted is not None
+        output.proposed[column] = drafts
+        for offset in range(drafts + 1):
+            page, place = divmod(before + offset, self.page_size)
+            assert page < len(state.table), "no page for this draft"
+            self.slots[state.table[page], place] = REJECTED
+        for step in range(right + 1):
+            if not state.ended:
+                self._write(state, state.last)
+                self._sample(state, output, step, column)
+                output.accepted[column] += step < right and bool(output.finite[step, column])
+        for position in range(max(before - 1, 0), min(state.length, before + max(drafts, 1))):
+            self._draft_write(state, position)
+
+    def _draft_slot(self, state: DeviceRow, position: int) -> int | None:
+        page, offset = divmod(position, self.page_size)
+        return self.draft_slots.get((state.table[page], offset))
+
+    def _draft_write(self, state: DeviceRow, position: int) -> None:
+        page, offset = divmod(position, self.page_size)
+        self.draft_slots[state.table[page], offset] = hash(tuple(state.ids[: position + 1]))
 
     def _write(self, state: DeviceRow, token: int) -> None:
         page, offset = divmod(state.length, self.page_size)
@@ -277,6 +367,8 @@ class Simulation:
         lanes: tuple[LaneConfig, ...] = FIFO,
         max_wait: float = 10.0,
         prefix_cache: bool = False,
+        speculative: SpeculationConfig | None = None,
+        seed: int = 0,
     ) -> None:
         self.config = EngineConfig(
             max_sequences=max_sequences,
@@ -288,10 +380,12 @@ class Simulation:
             lanes=lanes,
             max_wait=max_wait,
             prefix_cache=prefix_cache,
+            speculative=speculative,
         )
         self.now = 0.0  # moved by the test
         self.pool = PagePool(num_pages, page_size)
-        self.scheduler = Scheduler(self.config, self.pool)
+        self.speculation = None if speculative is None else RandomSpeculation(speculative, seed)
+        self.scheduler = Scheduler(self.config, self.pool, self.speculation)
         self.device = FakeDevice(self.config, num_pages, page_size)
         self.ahead = ahead  # launches in flight beyond the one read next
         self.requests: list[Request] = []  # in order of arrival

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from llmjax.cli import bench, look, pipelines, talk
+from llmjax.cli import bench, look, pipelines, talk, tune
 from llmjax.cli.options import Command
 from llmjax.cli.terminal import safe_streams, tell
 from llmjax.errors import LlmjaxError
@@ -23,6 +23,7 @@ for command in (
     pipelines.explain,
     pipelines.schema,
     pipelines.new,
+    tune.tune,
     pipelines.batch,
     pipelines.serve,
     talk.generate,

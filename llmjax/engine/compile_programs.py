@@ -24,17 +24,31 @@ from llmjax.engine.compile_counter import CompileCounter
 from llmjax.engine.compile_pool import LoweringFailed, LoweringPool
 from llmjax.engine.compile_store import ProgramStore
 from llmjax.engine.config import ResolvedConfig
-from llmjax.engine.state import ROWS_A_RESET, init_state, no_seen_tokens, pack_masks, pack_resets, reset_rows
+from llmjax.engine.speculative import (
+    Drafter,
+    ModelDrafter,
+    NgramDrafter,
+    TruncatedDrafter,
+    catch_up_layout,
+    catch_up_step,
+    extend_with_draft,
+    speculate_layout,
+    speculate_step,
+)
+from llmjax.engine.state import ROWS_A_RESET, init_state, no_known_tokens, no_seen_tokens, pack_masks, pack_resets, reset_rows
 from llmjax.engine.step import decode_layout, decode_steps, extend_layout, extend_step
 from llmjax.engine.token_masks import num_mask_words
-from llmjax.model.kv_cache import PAGES_A_WIPE, init_cache, zero_pages
-from llmjax.model.registry import DecoderConfig, Model
+from llmjax.model.kv_cache import PAGES_A_WIPE, KVCache, init_cache, zero_pages
+from llmjax.model.registry import DecoderConfig, Model, get_model, is_shared_decoder
+from llmjax.scheduling.buckets import pick
 from llmjax.telemetry.startup import Timeline
 
 log = logging.getLogger(__name__)
 
 Key = tuple[str, int, int]
-"""Kind ("reset", "wipe", "decode" or "extend"), rows, pages or tokens, steps."""
+"""Kind, rows, pages or tokens, and steps or drafts.
+
+Kinds are "reset", "wipe", "decode" and "extend"; with speculation "speculate", and with a draft model "catch_up"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +70,18 @@ class Program:
         return f"{self.name}: {lowered}, compiled in {self.compile_seconds:.2f} s"
 
 
+CATCH_UP_TOKENS = 256
+"""Tokens of a launch that fills a draft model's cache, about: few rows have holes, and these are short or of any length."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftShapes:
+    """A draft model: its config, a static argument, and its parameters as a tree of `jax.ShapeDtypeStruct`."""
+
+    config: DecoderConfig
+    params: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Shapes:
     """Everything that the programs of an engine depend on.
@@ -65,12 +91,14 @@ class Shapes:
         params: its parameters as a tree of `jax.ShapeDtypeStruct`.
         engine_config: sizes.
         num_pages: pages a layer, the null page included.
+        draft: the draft model's; None without one.
     """
 
     config: DecoderConfig
     params: Any
     engine_config: ResolvedConfig
     num_pages: int
+    draft: DraftShapes | None = None
 
     @property
     def max_pages(self) -> int:
@@ -80,7 +108,38 @@ class Shapes:
     def identity(self, key: Key) -> str:
         """Tells apart all programs that differ, those of other models too. Sizes that do not change a program are not in it."""
         sizes = (self.engine_config.max_sequences, self.engine_config.page_size, self.max_pages, self.num_pages)
-        return repr((key, sizes, self.config, self.params))
+        speculative = self.engine_config.speculative
+        drafts = () if speculative is None else (self._drafting(), self.draft)
+        return repr((key, sizes, self.config, self.params, *drafts))
+
+    def _drafting(self) -> tuple[Any, ...]:
+        s = self.engine_config.speculative
+        assert s is not None
+        return s.method, self.draft_layers, s.ngram_min, s.ngram_max
+
+    @property
+    def draft_layers(self) -> int:
+        """Layers of the target that a truncated one has."""
+        speculative, layers = self.engine_config.speculative, self.config.num_layers
+        wanted = None if speculative is None else speculative.layers
+        return min(layers, wanted or max(layers // 4, 1))
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """Who drafts; None without speculation."""
+        speculative = self.engine_config.speculative
+        if speculative is None:
+            return None
+        if speculative.method == "ngram":
+            return NgramDrafter(speculative.ngram_min, speculative.ngram_max)
+        if speculative.method == "truncated":
+            return TruncatedDrafter(self.draft_layers)
+        assert self.draft is not None
+        return ModelDrafter(get_model(self.draft.config.family), self.draft.config)
+
+    def only_shared_decoders(self, model: Model) -> bool:
+        """Whether all that is compiled is our own source: `model`, and the draft model if there is one."""
+        return is_shared_decoder(model) and (self.draft is None or is_shared_decoder(get_model(self.draft.config.family)))
 
     def state(self) -> Any:
         """The device state's shapes."""
@@ -89,13 +148,26 @@ class Shapes:
             max_sequences=self.engine_config.max_sequences,
             max_pages=self.max_pages,
             vocab_size=self.config.vocab_size,
+            history_length=self.history_length,
         )
         return jax.eval_shape(make)
 
+    @property
+    def history_length(self) -> int | None:
+        """Tokens of a row's history; None where the state has none."""
+        return None if self.engine_config.speculative is None else self.max_pages * self.engine_config.page_size
+
     def cache(self) -> Any:
         """The cache's shapes."""
+        return self._cache(self.config)
+
+    def draft_cache(self) -> Any:
+        """Those of the draft model's; None without one."""
+        return None if self.draft is None else self._cache(self.draft.config)
+
+    def _cache(self, config: DecoderConfig) -> Any:
         page_size = self.engine_config.page_size
-        return jax.eval_shape(functools.partial(init_cache, self.config, num_pages=self.num_pages, page_size=page_size))
+        return jax.eval_shape(functools.partial(init_cache, config, num_pages=self.num_pages, page_size=page_size))
 
 
 def abstract(params: Any) -> Any:
@@ -107,13 +179,33 @@ def wanted(engine_config: ResolvedConfig) -> list[Key]:
     """The programs of an engine, in the order in which they are warmed up."""
     keys: list[Key] = [("reset", ROWS_A_RESET, 1), ("wipe", PAGES_A_WIPE, 1)]
     keys += [("decode", rows, steps) for rows in engine_config.row_buckets for steps in engine_config.step_counts]
-    return keys + [("extend", tokens, 1) for tokens in engine_config.token_buckets]
+    keys += [("extend", tokens, 1) for tokens in engine_config.token_buckets]
+    speculative = engine_config.speculative
+    if speculative is None:
+        return keys
+    keys += [("speculate", rows, k) for rows in engine_config.speculate_row_buckets for k in draft_lengths(engine_config)]
+    return keys + ([catch_up_key(engine_config)] if speculative.method == "draft" else [])
+
+
+def draft_lengths(engine_config: ResolvedConfig) -> tuple[int, ...]:
+    """The numbers of drafts that programs are compiled for, rising: one only in a deterministic engine."""
+    speculative = engine_config.speculative
+    assert speculative is not None
+    return speculative.lengths[-1:] if engine_config.deterministic else speculative.lengths
+
+
+def catch_up_key(engine_config: ResolvedConfig) -> Key:
+    """The program that fills a draft model's cache where plain steps have left it empty."""
+    buckets = engine_config.token_buckets
+    return ("catch_up", pick(buckets, min(CATCH_UP_TOKENS, buckets[-1])), 1)
 
 
 def name(key: Key) -> str:
     """A program's name in the log: "decode 8 rows x 4 steps"."""
     kind, size, steps = key
-    unit = {"reset": "rows", "wipe": "pages", "decode": "rows", "extend": "tokens"}[kind]
+    if kind == "speculate":
+        return f"speculate {size} rows x {steps} drafts"
+    unit = {"reset": "rows", "wipe": "pages", "decode": "rows", "extend": "tokens", "catch_up": "tokens"}[kind]
     return f"{kind} {size} {unit}" + (f" x {steps} steps" if steps > 1 else "")
 
 
@@ -121,25 +213,52 @@ def step_function(key: Key, model: Model, shapes: Shapes) -> tuple[Callable[...,
     """The function of a program, the shapes of its arguments, and the numbers of those that are donated."""
     step: Any
     kind, size, steps = key
-    page_size = shapes.engine_config.page_size
-    state = shapes.state()
+    page_size, config, drafter = shapes.engine_config.page_size, shapes.config, shapes.drafter
+    state, cache, draft_cache = shapes.state(), shapes.cache(), shapes.draft_cache()
+    draft_params = None if shapes.draft is None else shapes.draft.params
+    rows = min(size, shapes.engine_config.max_sequences)  # of a launch of so many tokens
     if kind == "reset":
-        packed = abstract(pack_resets([], no_seen_tokens(), max_pages=shapes.max_pages))
-        masks = abstract(pack_masks([], [], num_words=num_mask_words(shapes.config.vocab_size)))
+        known = None if shapes.history_length is None else no_known_tokens()
+        packed = abstract(pack_resets([], no_seen_tokens(), max_pages=shapes.max_pages, known=known))
+        masks = abstract(pack_masks([], [], num_words=num_mask_words(config.vocab_size)))
         return reset_rows, (state, packed, masks), (0,)
     if kind == "wipe":
-        step = functools.partial(zero_pages, num_layers=shapes.config.num_layers)
+        step = functools.partial(zero_pages, num_layers=config.num_layers)
+        arguments: tuple[Any, ...] = (cache,)
+        if shapes.draft is not None:
+            step = functools.partial(_zero_both, num_layers=config.num_layers, draft_layers=shapes.draft.config.num_layers)
+            arguments = (cache, draft_cache)
         step.__name__ = kind
-        return step, (shapes.cache(), jax.ShapeDtypeStruct((size,), np.int32)), (0,)
+        return step, (*arguments, jax.ShapeDtypeStruct((size,), np.int32)), tuple(range(len(arguments)))
     if kind == "decode":
         width = decode_layout(rows=size, num_steps=steps, page_size=page_size).width
-        step = functools.partial(decode_steps, model=model, config=shapes.config, rows=size, num_steps=steps)
-    else:
-        rows = min(size, shapes.engine_config.max_sequences)
+        step = functools.partial(decode_steps, model=model, config=config, rows=size, num_steps=steps)
+    elif kind == "extend":
         width = extend_layout(tokens=size, rows=rows, page_size=page_size).width
-        step = functools.partial(extend_step, model=model, config=shapes.config, tokens=size, rows=rows)
+        step = functools.partial(extend_step, model=model, config=config, tokens=size, rows=rows)
+        if isinstance(drafter, ModelDrafter):
+            step = functools.partial(extend_with_draft, model=model, config=config, drafter=drafter, tokens=size, rows=rows)
+    elif kind == "speculate":
+        assert drafter is not None
+        width = speculate_layout(rows=size, length=steps, page_size=page_size).width
+        step = functools.partial(speculate_step, model=model, config=config, drafter=drafter, rows=size, length=steps)
+    else:
+        assert isinstance(drafter, ModelDrafter)
+        width = catch_up_layout(rows=rows).width
+        step = functools.partial(catch_up_step, drafter=drafter, tokens=size, rows=rows)
     step.__name__ = kind  # the program's name in profiles
-    return step, (shapes.params, state, jax.ShapeDtypeStruct((width,), np.int32), shapes.cache()), (1, 3)
+    update = jax.ShapeDtypeStruct((width,), np.int32)
+    if kind == "catch_up":
+        return step, (draft_params, state, update, draft_cache), (3,)
+    if kind == "speculate" or (kind == "extend" and shapes.draft is not None):
+        return step, (shapes.params, draft_params, state, update, cache, draft_cache), (2, 4, 5)
+    return step, (shapes.params, state, update, cache), (1, 3)
+
+
+def _zero_both(
+    cache: KVCache, draft_cache: KVCache, pages: jax.Array, *, num_layers: int, draft_layers: int
+) -> tuple[KVCache, KVCache]:
+    return zero_pages(cache, pages, num_layers=num_layers), zero_pages(draft_cache, pages, num_layers=draft_layers)
 
 
 def lower(key: Key, model: Model, shapes: Shapes) -> jax.stages.Lowered:

@@ -6,13 +6,17 @@ import dataclasses
 import math
 
 from llmjax.errors import ConfigError
-from llmjax.scheduling.buckets import choose_row_buckets, choose_token_buckets
+from llmjax.scheduling.buckets import choose_row_buckets, choose_token_buckets, pick
 from llmjax.scheduling.lane_config import FIFO as FIFO
 from llmjax.scheduling.lane_config import LaneConfig as LaneConfig
+from llmjax.scheduling.speculation_config import SpeculationConfig as SpeculationConfig
 
 PAGE_SIZES = (16, 32, 64)
 DEFAULT_MAX_CONTEXT = 8192
 MAX_PROGRAMS = 16
+MAX_SPECULATIVE_PROGRAMS = 11
+"""More of them with speculation: two numbers of drafts in each of five row buckets, and one that fills a draft model's cache. A
+launch of the full number costs rows that are unsure of their drafts more than it gives them, and plain programs stay in use."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,8 @@ class EngineConfig:
             begin with the same tokens (and have the same `cache_salt`). Results are those without it.
         reserve_full_length: admit a request only when the pool holds all of its full length, so that none is preempted: what
             engines without paging do, and the baseline that paging is measured against.
+        speculative: drafts several tokens a row and verifies them at once; None never does, and costs nothing. With
+            `deterministic` rows draft whenever they may, and all the same number of tokens.
     """
 
     max_context: int | None = None
@@ -63,6 +69,7 @@ class EngineConfig:
     deterministic: bool = False
     prefix_cache: bool = True
     reserve_full_length: bool = False
+    speculative: SpeculationConfig | None = None
 
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:
@@ -118,6 +125,10 @@ class EngineConfig:
         if self.deterministic:  # one program each, so that a row's arithmetic does not depend on its neighbours
             rows, token_buckets, step_counts = rows[-1:], (tokens,), (steps,)
         programs = len(rows) * len(step_counts) + len(token_buckets) + 2  # and reset and wipe
+        speculating: tuple[int, ...] = ()
+        if self.speculative is not None:
+            last = pick(rows, min(self.speculative.disable_above_batch, rows[-1]))
+            speculating = tuple(size for size in rows if size <= last)
         if programs > MAX_PROGRAMS:
             raise ConfigError(
                 f"row_buckets and token_buckets make {programs} programs, at most {MAX_PROGRAMS} are allowed: name fewer sizes"
@@ -126,6 +137,8 @@ class EngineConfig:
             **dataclasses.asdict(self)
             | {
                 "lanes": self.lanes,
+                "speculative": self.speculative,
+                "speculate_row_buckets": speculating,
                 "max_context": self.max_context or min(model_max_context, DEFAULT_MAX_CONTEXT),
                 "max_tokens_per_step": tokens,
                 "decode_steps": steps,
@@ -142,9 +155,11 @@ class ResolvedConfig(EngineConfig):
 
     Attributes:
         step_counts: the numbers of decode steps programs are compiled for.
+        speculate_row_buckets: batch sizes that programs with drafts are compiled for; none without speculation.
     """
 
     max_context: int = 0
     max_tokens_per_step: int = 0
     decode_steps: int = 0
     step_counts: tuple[int, ...] = ()
+    speculate_row_buckets: tuple[int, ...] = ()

@@ -18,14 +18,17 @@ from typing import Any
 from llmjax.engine.backend import is_gpu, use_compile_cache
 from llmjax.engine.compile_programs import Program
 from llmjax.engine.config import EngineConfig
+from llmjax.engine.draft_model import DraftModel, fitting_draft, limit_tokens
 from llmjax.engine.engine_stats import EngineStats
 from llmjax.engine.engine_trace import EngineTrace
 from llmjax.engine.engine_view import read_engine
 from llmjax.engine.grammar import GrammarCompiler
 from llmjax.engine.grammar_rows import follow, launch_masks
+from llmjax.engine.launch_timer import LaunchTimer
 from llmjax.engine.memory_map import MemoryMap, live_bytes, memory_map
 from llmjax.engine.output_processor import NON_FINITE, LiveRequest
 from llmjax.engine.outputs import RequestOutput
+from llmjax.engine.prompt_class import UNKNOWN, class_of
 from llmjax.engine.request_checks import check_ids, check_params, output_limit, token_ids
 from llmjax.engine.runner import PendingStep
 from llmjax.engine.startup import start_runner
@@ -36,13 +39,14 @@ from llmjax.sampling_params import SamplingParams
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.request import Request, ScheduledBatch, StepOutput
 from llmjax.scheduling.scheduler import Scheduler
+from llmjax.scheduling.speculation import Speculation
 from llmjax.telemetry.metrics import EngineMetrics
 from llmjax.telemetry.startup import Timeline
 from llmjax.telemetry.timings import RequestTimeline
 
 log = logging.getLogger(__name__)
 
-POLICIES = ("reserve_full_length", "lanes", "max_wait")  # fields of the config that no program is compiled for
+POLICIES = ("reserve_full_length", "lanes", "max_wait", "speculative")  # fields of the config that no program is compiled for
 LAUNCHES_AHEAD = 1  # launches dispatched beyond the one whose result is read next
 
 
@@ -57,6 +61,8 @@ class Engine:
         engine_config: sizes and policies.
         eos_ids: ids that end an output, besides the tokenizer's own.
         startup: the timeline of a start that began earlier.
+        draft: the model that drafts, with `speculative.method: draft`; its parameters are held, not copied, and stay as they are
+            when `update_params` swaps those of the model.
 
     Attributes:
         startup: the phases of its start.
@@ -77,20 +83,25 @@ class Engine:
         *,
         eos_ids: Sequence[int] = (),
         startup: Timeline | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
         self.startup = startup if startup is not None else Timeline()
         if engine_config.compile_cache is not None:
             use_compile_cache(engine_config.compile_cache)
         self.tokenizer = tokenizer
-        self.model_config = _mask_padding_ids(config, tokenizer)
+        self.model_config = limit_tokens(config, tokenizer)
         self.config = engine_config.resolved(gpu=is_gpu(), model_max_context=config.max_positions)
         model = get_model(config.family)
-        started = start_runner(model, self.model_config, params, self.config, self.startup)
+        draft = fitting_draft(draft, model, self.model_config, tokenizer, self.config)
+        started = start_runner(model, self.model_config, params, self.config, self.startup, draft)
         self.runner, self.memory, self._programs = started.runner, started.memory, started.programs
         num_pages = self.memory.num_pages
         self.eos_ids = tuple(dict.fromkeys((*eos_ids, *(tokenizer.eos_ids if tokenizer is not None else ()))))
         self.pool = PagePool(num_pages, self.config.page_size)
-        self.scheduler = Scheduler(self.config, self.pool)
+        self._built_speculative = self.config.speculative
+        self.speculation = self._new_speculation(None)
+        self._timer = LaunchTimer()
+        self.scheduler = Scheduler(self.config, self.pool, self.speculation)
         self.stats = EngineStats(num_pages=num_pages - 1)
         self.trace: EngineTrace | None = None
         self.metrics = EngineMetrics([lane.name for lane in self.config.lanes])
@@ -178,6 +189,7 @@ class Engine:
         check_ids(ids, self.model_config.num_tokens)
         check_params(params, self.model_config.num_tokens, self.eos_ids, has_tokenizer=self.tokenizer is not None)
         seed = self._random.getrandbits(64) if params.seed is None else params.seed & (2**64 - 1)
+        prompt_class = class_of(prompt, ids, self.tokenizer) if self.config.speculative is not None else UNKNOWN
         requests = [
             Request(
                 request_id=f"{request_id}/{choice}",
@@ -189,6 +201,7 @@ class Engine:
                 eos_ids=() if params.ignore_eos else self.eos_ids,
                 arrival_time=arrival_ns * 1e-9,
                 priority=priority,
+                prompt_class=prompt_class,
             )
             for choice in range(params.n)
         ]
@@ -240,6 +253,7 @@ class Engine:
         batch = self.scheduler.schedule(now_ns * 1e-9, closed=closed)
         if batch is not None:
             self._pending.append(self._dispatch(batch, now_ns))
+            self._timer.launched()
             self.stats.launches += 1
             self.stats.peak_pages_used = max(self.stats.peak_pages_used, self.pool.num_used)
             queried, cached = self.scheduler.prefix_tokens
@@ -302,9 +316,13 @@ class Engine:
         result = self._pending[0].result()  # blocks: an interrupt here leaves the launch in place, to be read again
         self._pending.popleft()
         read_ns = time.monotonic_ns()
+        seconds, batch = self._timer.read(read_ns), result.batch
+        if self.speculation is not None and seconds is not None and batch.kind != "extend":
+            size = batch.num_steps if batch.kind == "decode" else batch.draft_length
+            self.speculation.measured(batch.kind, len(batch.rows), size, seconds)
         self._ready += self._process(result, read_ns)
         if self.trace is not None:
-            self.trace.read(result.batch, waits_ns, read_ns, time.monotonic_ns())
+            self.trace.read(result, waits_ns, read_ns, time.monotonic_ns())
 
     def _process(self, output: StepOutput, now_ns: int) -> list[RequestOutput]:
         changed: dict[LiveRequest, None] = {}
@@ -347,7 +365,7 @@ class Engine:
         self.stats.finished[reason] += 1
         self.stats.corrupted += any(choice.error == NON_FINITE for choice in last.outputs)
         live.timeline.ended(ended_ns)
-        last.timings = live.timings(time.monotonic_ns())
+        last.timings, last.speculation = live.timings(time.monotonic_ns()), live.speculation()
         longest = max(len(choice.token_ids) for choice in last.outputs)
         self.metrics.finished(last.timings, lane=lane, reason=reason, n=params.n, max_tokens=params.max_tokens, longest=longest)
         if self.trace is not None:
@@ -387,7 +405,8 @@ class Engine:
 
     def set_policy(self, **policy: Any) -> None:
         """Schedule by other rules from now on (`POLICIES`), with the same programs, buckets and pages, and an empty
-        prefix cache. What was counted stays.
+        prefix cache. What was counted stays. `speculative` may be None, or what needs no other program: another temperature, a
+        length that was compiled for, other limits.
 
         Raises `EngineError` while something runs, `ConfigError` for any other field of `EngineConfig`.
         """
@@ -396,11 +415,25 @@ class Engine:
                 raise ConfigError(f"{name} cannot be changed in a running engine, only {', '.join(POLICIES)}: build a new engine")
         if self.has_unfinished:
             raise EngineError("the policy can be changed only while nothing runs: call step until has_unfinished is False")
+        wanted, built = policy.get("speculative"), self._built_speculative
+        if wanted is not None and (built is None or not wanted.runs_on(built)):
+            raise ConfigError(f"the engine has no programs for {wanted}; it was built for {built}: build a new engine")
         self.config = dataclasses.replace(self.config, **policy)
+        if "speculative" in policy:
+            self.speculation = self._new_speculation(self.speculation or self._paused)
         self.pool.forget_all()
-        self.scheduler = Scheduler(self.config, self.pool)
+        self.scheduler = Scheduler(self.config, self.pool, self.speculation)
         self.metrics.add_lanes([lane.name for lane in self.config.lanes])
         self._prefix_tokens_before = (self.stats.prompt_tokens_queried, self.stats.prompt_tokens_cached)
+
+    def _new_speculation(self, before: Speculation | None) -> Speculation | None:
+        """Who decides what is drafted, for the present config: it goes on counting, and knows what launches cost."""
+        self._paused, config = before, self.config.speculative
+        if config is None:
+            return None
+        self.runner.set_draft_temperature(config.temperature)
+        seconds, counts = (self.runner.launch_seconds, None) if before is None else (before.launch_seconds, before.counts)
+        return Speculation(config, seconds, deterministic=self.config.deterministic, counts=counts)
 
     def update_params(self, params: Any) -> None:
         """Swap the weights between two steps, e.g. after a training update. Same tree, shapes and dtypes; they are
@@ -414,10 +447,3 @@ class Engine:
             self._read_oldest()
         self.runner.update_params(params)
         self.scheduler.forget_prefixes()
-
-
-def _mask_padding_ids(config: DecoderConfig, tokenizer: Tokenizer | None) -> DecoderConfig:
-    """A vocabulary is often padded to a round number of rows; ids no tokenizer can name must never be sampled."""
-    if tokenizer is None or tokenizer.vocab_size >= config.num_tokens:
-        return config
-    return dataclasses.replace(config, num_tokens=tokenizer.vocab_size)  # type: ignore[type-var]

@@ -101,17 +101,18 @@ def pack_part(part: Part) -> Any:
         part.num_cached_tokens,
         part.finished,
         part.timings,
+        part.speculation,
     )
 
 
 def unpack_part(packed: Any, prompt_ids: list[int]) -> Part:
     """The part again, of the stream whose prompt this is."""
-    choices, packed_scores, preemptions, cached, finished, timings = packed
+    choices, packed_scores, preemptions, cached, finished, timings, speculation = packed
     scores = None
     if packed_scores is not None:
         scores = [None if one is None else _unpack_position(one) for one in packed_scores]
     choices = [_unpack_choice(index, choice) for index, choice in enumerate(choices)]
-    return Part(choices, prompt_ids, scores, preemptions, cached, finished, timings)
+    return Part(choices, prompt_ids, scores, preemptions, cached, finished, timings, speculation)
 
 
 def _pack_choice(choice: CompletionOutput) -> Any:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmjax.scheduling.speculation import Speculation
 from llmjax.telemetry.histogram import Histogram
-from llmjax.telemetry.reading import EngineReading
+from llmjax.telemetry.reading import EngineReading, SpeculationReading
 
 if TYPE_CHECKING:
     from llmjax.engine.engine import Engine
@@ -30,9 +31,10 @@ def read_engine(engine: Engine) -> EngineReading:
     """The numbers of this moment, though not of one step: may be called from any thread, also while the engine is stuck."""
     scheduler, pool, stats, config = engine.scheduler, engine.pool, engine.stats, engine.config
     rows = scheduler.running
-    running = {lane.name: 0 for lane in config.lanes}
+    names = [lane.name for lane in config.lanes]
+    running = dict.fromkeys(names, 0)
     for request in rows:
-        running[config.lanes[request.lane].name] += 1
+        running[names[request.lane]] += 1
     return EngineReading(
         running=running,
         waiting=scheduler.waiting_by_lane,
@@ -57,7 +59,25 @@ def read_engine(engine: Engine) -> EngineReading:
             "max_context": str(config.max_context),
             "max_sequences": str(config.max_sequences),
             "prefix_cache": "on" if config.prefix_cache else "off",
+            "speculative": "off" if config.speculative is None else config.speculative.method,
         },
+        speculation=None if engine.speculation is None else read_speculation(engine.speculation, names),
+    )
+
+
+def read_speculation(speculation: Speculation, lanes: Sequence[str]) -> SpeculationReading:
+    """Its numbers of this moment; from any thread."""
+    counts, rates = speculation.counts, speculation.rates
+    return SpeculationReading(
+        rounds=counts.rounds,
+        drafted=counts.drafted,
+        accepted=counts.accepted,
+        accepted_at=counts.accepted_at(),
+        switches=[(to, reason, count) for (to, reason), count in sorted(counts.switches.items())],
+        off=speculation.off,
+        acceptance=rates.overall(),
+        by_lane={lanes[lane]: share for lane, share in rates.by_lane().items() if lane < len(lanes)},
+        by_class=rates.by_class(),
     )
 
 

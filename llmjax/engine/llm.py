@@ -11,6 +11,7 @@ from typing import Any
 
 from llmjax.engine.backend import use_compile_cache
 from llmjax.engine.config import EngineConfig
+from llmjax.engine.draft_model import DraftModel
 from llmjax.engine.engine import Engine
 from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.tokenizer import Tokenizer, load_tokenizer
@@ -38,6 +39,7 @@ class LLM:
             `random`: token ids only.
         dtype: of weights and cache; default bfloat16 on GPU, float32 on CPU.
         startup: the timeline of a start that began earlier.
+        draft: the model that drafts, with `speculative=SpeculationConfig(method="draft")`: a path, or a `LoadedModel`.
         engine_config, options: sizes (`EngineConfig`); options are its fields, e.g. `LLM("…", max_sequences=8)`.
     """
 
@@ -53,6 +55,7 @@ class LLM:
         dtype: str | None = None,
         engine_config: EngineConfig | None = None,
         startup: Timeline | None = None,
+        draft: str | Path | LoadedModel | None = None,
         **options: Any,
     ) -> None:
         startup = startup if startup is not None else Timeline()
@@ -82,7 +85,8 @@ class LLM:
             tokenizer = load_tokenizer(Path(tokenizer))
         assert config is not None
         self.name = _name(model, package, config)
-        self.engine = Engine(config, params, tokenizer, engine_config, eos_ids=eos_ids, startup=startup)
+        drafting = None if draft is None else _draft_model(draft, dtype)
+        self.engine = Engine(config, params, tokenizer, engine_config, eos_ids=eos_ids, startup=startup, draft=drafting)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -148,6 +152,11 @@ class LLM:
                 self.engine.abort(request_id)
             raise
         return [outputs[request_id] for request_id in ids]
+
+
+def _draft_model(draft: str | Path | LoadedModel, dtype: str | None) -> DraftModel:
+    loaded = draft if isinstance(draft, LoadedModel) else load_model(path=draft, dtype=dtype, wait=False)
+    return DraftModel(loaded.config, loaded.params, None if loaded.path is None else load_tokenizer(loaded.path))
 
 
 def _name(model: str | Path | LoadedModel | None, package: str | None, config: DecoderConfig) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import jax
 
-from llmjax.engine.compile_programs import Key, Shapes, lower, temp_bytes
+from llmjax.engine.compile_programs import DraftShapes, Key, Shapes, draft_lengths, lower, temp_bytes
 from llmjax.engine.compile_store import ProgramStore
 from llmjax.engine.config import ResolvedConfig
 from llmjax.errors import ConfigError, OutOfMemoryError
@@ -44,11 +44,11 @@ class MemoryPlan:
     Attributes:
         limit: what this process may have; None where the device does not tell.
         in_use: taken before the engine: another engine, a researcher's arrays.
-        weights: the parameters.
-        state: the rows' state (token counts above all).
+        weights: the parameters, a draft model's too.
+        state: the rows' state (token counts above all; with speculation also their tokens).
         temporaries: of the largest program; None where the pool does not depend on them.
         reserve: left free for code, CUDA graphs and libraries.
-        page_bytes: of one page over all layers, keys and values.
+        page_bytes: of one page over all layers, keys and values; with a draft model over its layers too.
         num_pages: pages a layer, the null page included.
         page_size, max_sequences, max_context: sizes of the engine, in tokens and rows.
         temporaries_from: how `temporaries` is known: "probe" (reckoned from compiled programs of a few layers),
@@ -166,7 +166,14 @@ def tree_bytes(tree: Any) -> int:
 
 
 def plan_memory(
-    model: Model, config: Any, params: Any, engine_config: ResolvedConfig, device: DeviceMemory | None, store: ProgramStore | None
+    model: Model,
+    config: Any,
+    params: Any,
+    engine_config: ResolvedConfig,
+    device: DeviceMemory | None,
+    store: ProgramStore | None,
+    *,
+    draft: DraftShapes | None = None,
 ) -> MemoryPlan:
     """The plan of an engine. Allocates nothing; compiles what `measure_temporaries` does where the pool's size depends on it.
 
@@ -177,17 +184,22 @@ def plan_memory(
     Args:
         params: the parameters' shapes and dtypes; `device.in_use` must not count them.
         store: where the temporaries of an earlier start are noted.
+        draft: the draft model's shapes; a page of the pool is one of its cache too.
 
     Raises:
         ConfigError: `kv_cache_bytes` holds less than two pages.
         OutOfMemoryError: the rest does not leave the pool two pages, or the weights and the given pool exceed the device.
     """
     page_bytes = cache_bytes_per_page(config, engine_config.page_size)
-    shapes = Shapes(config, params, engine_config, 2)
+    weights = tree_bytes(params)
+    if draft is not None:
+        page_bytes += cache_bytes_per_page(draft.config, engine_config.page_size)
+        weights += tree_bytes(draft.params)
+    shapes = Shapes(config, params, engine_config, 2, draft)
     plan = MemoryPlan(
         limit=None if device is None else device.limit,
         in_use=0 if device is None else device.in_use,
-        weights=tree_bytes(params),
+        weights=weights,
         state=tree_bytes(shapes.state()),
         temporaries=None,
         reserve=0 if device is None else DEVICE_RESERVE_BYTES,
@@ -261,10 +273,13 @@ def measure_temporaries(model: Model, shapes: Shapes, store: ProgramStore | None
 
 def _largest(engine_config: ResolvedConfig) -> list[Key]:
     """The programs one of which needs most: the most tokens, and the most rows with logits."""
-    return [
+    keys: list[Key] = [
         ("extend", engine_config.token_buckets[-1], 1),
         ("decode", engine_config.row_buckets[-1], max(engine_config.step_counts)),
     ]
+    if engine_config.speculative is not None:
+        keys.append(("speculate", engine_config.speculate_row_buckets[-1], draft_lengths(engine_config)[-1]))
+    return keys
 
 
 def _with_layers(shapes: Shapes, count: int) -> Shapes:

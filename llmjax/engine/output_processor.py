@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmjax.engine.grammar import GrammarMatcher
-from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, TokenLogprob
+from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, SpeculationOutput, TokenLogprob
 from llmjax.engine.text_output import ChoiceText, token_text
 from llmjax.engine.tokenizer import Tokenizer
 from llmjax.scheduling.finish_reason import FinishReason
@@ -134,6 +134,18 @@ class LiveRequest:
             preemptions=sum(request.num_preemptions for request in requests),
             chunks=sum(request.num_chunks for request in requests),
             steps=sum(request.num_steps for request in requests),
+        )
+
+    def speculation(self) -> SpeculationOutput | None:
+        """How the drafts of the finished request fared; None where none were asked for."""
+        records = [request.speculation for request in self.requests if request.speculation is not None]
+        if not records:
+            return None
+        return SpeculationOutput(
+            rounds=sum(record.rounds for record in records),
+            drafted=sum(record.drafted for record in records),
+            accepted=sum(record.accepted for record in records),
+            off=next((reason for record in records if (reason := record.off or record.held) is not None), None),
         )
 
     def output(self) -> RequestOutput:

@@ -45,6 +45,22 @@ class CompletionOutput:
     error: str | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpeculationOutput:
+    """How the drafts of a request fared, all its choices together.
+
+    Attributes:
+        rounds: launches in which a choice had drafts. drafted, accepted: tokens proposed, and taken over.
+        off: why it did not draft at the end, of its first choice that did not: acceptance, length or structured, or batch or cost
+            where nobody drafted; None where all did.
+    """
+
+    rounds: int
+    drafted: int
+    accepted: int
+    off: str | None
+
+
 @dataclasses.dataclass(slots=True)
 class RequestOutput:
     """A request's state after a step: everything so far, and what is new since the last one.
@@ -58,6 +74,7 @@ class RequestOutput:
         num_cached_tokens: prompt tokens that the first choice found in the prefix cache (the others may find more).
         finished: every choice has a finish reason.
         timings: where its time went, and its counters; with the last output only.
+        speculation: how its drafts fared; with the last output only, and only where the engine drafts and it decoded.
     """
 
     request_id: str
@@ -71,3 +88,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     finished: bool = False
     timings: Timings | None = None
+    speculation: SpeculationOutput | None = None

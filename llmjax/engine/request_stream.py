@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, Self
 
-from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, SpeculationOutput
 from llmjax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -32,13 +32,14 @@ class Part:
     num_cached_tokens: int
     finished: bool
     timings: Timings | None
+    speculation: SpeculationOutput | None = None
 
     def merge(self, later: Part) -> None:
         """Take in the part that follows."""
         self.choices = [_joined(before, new) for before, new in zip(self.choices, later.choices, strict=True)]
         self.prompt_logprobs = later.prompt_logprobs or self.prompt_logprobs
         self.num_preemptions, self.num_cached_tokens = later.num_preemptions, later.num_cached_tokens
-        self.finished, self.timings = later.finished, later.timings
+        self.finished, self.timings, self.speculation = later.finished, later.timings, later.speculation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,7 @@ class RequestStream:
             return None
         return Part(
             choices, output.prompt_token_ids, scores, output.num_preemptions, output.num_cached_tokens, output.finished,
-            output.timings,
+            output.timings, output.speculation,
         )  # fmt: skip
 
     # -- on the stream's loop
@@ -191,6 +192,7 @@ class RequestStream:
             num_cached_tokens=part.num_cached_tokens,
             finished=part.finished,
             timings=part.timings,
+            speculation=part.speculation,
         )
 
     def close(self) -> None:

@@ -4,35 +4,28 @@ Settings are arrays, so that one program serves any mix of them. What costs time
 for it (`lax.cond`): a purely greedy batch goes through one condition, and pays for one maximum, one log-sum-exp and one
 search of its logits. Nothing here looks across rows, so a row's result does not depend on its neighbours or its place.
 
-Filters find a threshold by searching over the bits of the logits instead of sorting the vocabulary, which makes them exact
-for any value: nothing is truncated to some number of candidates.
-
-On a GPU time is passes over the logits, and a condition joins the CUDA graph only if none of its branches holds a loop or a
-sort: else the host reads the condition in every step. So there all is unrolled into few passes of many sums each
-(`_by_platform`); a CPU, whose time is operations, takes simple passes in a loop. Both give the same thresholds.
+What the filters do, and why a GPU goes another way than a CPU, is told in `sampling_filters`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
+from llmjax.engine.sampling_filters import by_platform, final_distribution, log_sum_exp, lowest_kept
 from llmjax.engine.token_masks import TokenMasks, apply_masks
 from llmjax.sampling_params import GREEDY_TEMPERATURE, MAX_LOGIT_BIAS, MAX_LOGPROBS
-from pallas_kernels import tuning
 
 MAX_STOPS = 32  # ids a row that end its output: the request's own and the model's
 MAX_BIAS = MAX_LOGIT_BIAS
 NUM_TOP = MAX_LOGPROBS
+_DRAFT_NOISE, _VERDICT_NOISE = 2**31 + 1, 2**31 + 2  # tags of noise; without one it is the noise of `sample`
 PROMPT_BIT = 1 << 30  # in `counts`: the token occurs in the prompt; the bits below count it in the output
-
-_LANES = 512  # partial sums of a sum over the vocabulary
-_BITS_A_PASS = 4  # of a threshold; a pass has 15 sums then, about as much work as reading the logits takes time
 
 
 class SamplingSettings(NamedTuple):
@@ -83,6 +76,28 @@ class Sampled(NamedTuple):
     top_logprobs: Float32[Array, "R 20"]
 
 
+class Drafts(NamedTuple):
+    """Tokens that somebody drew from another distribution q, to be accepted or replaced.
+
+    Attributes:
+        tokens: -1 where there is none.
+        log_q: gives log q, normalised; called where a row with a draft is not greedy.
+    """
+
+    tokens: Int32[Array, "R"]
+    log_q: Callable[[], Float32[Array, "R V"]]
+
+
+class Proposed(NamedTuple):
+    """Attributes:
+    tokens: -1 where the row's logits are not finite.
+    log_q: log of the distribution they were drawn from, normalised. Means nothing for greedy rows.
+    """
+
+    tokens: Int32[Array, "R"]
+    log_q: Float32[Array, "R V"]
+
+
 class TokenScores(NamedTuple):
     """As in `Sampled`, for given tokens; all 20 alternatives are filled as far as the vocabulary goes."""
 
@@ -99,6 +114,7 @@ def sample(
     positions: Int32[Array, "R"],
     num_output: Int32[Array, "R"],
     masks: TokenMasks | None = None,
+    drafts: Drafts | None = None,
 ) -> Sampled:
     """The next token of each row.
 
@@ -117,9 +133,15 @@ def sample(
         positions: position in the sequence of the token being sampled.
         num_output: output tokens so far.
         masks: None where no row has one.
+        drafts: a row that has one takes it with probability min(1, p/q), p being the distribution sampled from, and else draws
+            from what p is above q, normalised: the token is one of p either way (Leviathan, Kalman and Matias, Fast Inference
+            from Transformers via Speculative Decoding, 2023; Chen et al., Accelerating Large Language Model Decoding with
+            Speculative Sampling, 2023). A token that differs from the draft means that it was rejected. Greedy rows take the
+            token that they take without. None for drafts that are no draw, but certain: the token as it is drawn without, taken
+            if it is the draft, is what the rule above comes to.
     """
     peak = logits.max(axis=-1)
-    log_sum = _log_sum(logits, peak)
+    log_sum = log_sum_exp(logits, peak)
     finite = jnp.isfinite(peak) & jnp.isfinite(log_sum)
     greedy = settings.temperature < GREEDY_TEMPERATURE
     adjusts = _has_bias(settings) | _has_penalty(settings) | _stops_masked(settings, num_output)
@@ -135,13 +157,17 @@ def sample(
         best = adjusted.max(axis=-1)
 
         def draw() -> tuple[Array, Array]:
-            lowest = _lowest_kept(adjusted, best, settings, greedy)
+            lowest = lowest_kept(adjusted, best, settings, greedy)
             noise = _gumbel(settings, positions, logits.shape[1])
-            noisy = jnp.where(greedy[:, None], adjusted, _final(adjusted, best, lowest, settings, greedy) + noise)
+            if drafts is not None:
+                final = final_distribution(adjusted, best, lowest, settings, greedy)
+                tokens = _accepted_or_drawn(final, noise, drafts, settings, positions)
+                return jnp.where(greedy, _first(adjusted, best), tokens), lowest
+            noisy = jnp.where(greedy[:, None], adjusted, final_distribution(adjusted, best, lowest, settings, greedy) + noise)
             return _argmax(noisy), lowest
 
         tokens, lowest = lax.cond((~greedy).any(), draw, lambda: (_first(adjusted, best), jnp.zeros((rows,), jnp.uint32)))
-        final = _final(adjusted, best, lowest, settings, greedy)
+        final = final_distribution(adjusted, best, lowest, settings, greedy)
         return Sampled(tokens, *_logprobs(logits, peak, log_sum, final, tokens, settings, finite & jnp.isfinite(best), no_top))
 
     simple = greedy & ~adjusts & (settings.num_logprobs < 0)
@@ -153,10 +179,40 @@ def sample(
     )
 
 
+def propose(
+    logits: Float32[Array, "R V"],
+    settings: SamplingSettings,
+    counts: Callable[[], Int32[Array, "R V"]],
+    positions: Int32[Array, "R"],
+    num_output: Int32[Array, "R"],
+) -> Proposed:
+    """Draws a draft for each row from a draft model's logits, under the row's own settings; arguments as of `sample`.
+
+    The noise is another one than that of `sample` at the same position: the verdict must not know what the draft was drawn by.
+    """
+    peak = logits.max(axis=-1)
+    greedy = settings.temperature < GREEDY_TEMPERATURE
+    adjusts = _has_bias(settings) | _has_penalty(settings) | _stops_masked(settings, num_output)
+
+    def full() -> tuple[Array, Array, Array]:
+        adjusted = lax.cond(adjusts.any(), lambda: _adjust(logits, settings, counts, num_output), lambda: logits)
+        best = adjusted.max(axis=-1)
+        lowest = lowest_kept(adjusted, best, settings, greedy)
+        final = final_distribution(adjusted, best, lowest, settings, greedy)
+        drawn = _argmax(final + _gumbel(settings, positions, logits.shape[1], tag=_DRAFT_NOISE))
+        log_q = final - log_sum_exp(final, jnp.zeros_like(peak))[:, None]
+        return jnp.where(greedy, _first(adjusted, best), drawn), log_q, best
+
+    simple = (greedy & ~adjusts).all()
+    tokens, log_q, best = lax.cond(simple, lambda: (_first(logits, peak), jnp.zeros_like(logits), peak), full)
+    finite = jnp.isfinite(peak) & jnp.isfinite(best) & ~jnp.isnan(logits).any(axis=-1)
+    return Proposed(jnp.where(finite, tokens, -1), log_q)
+
+
 def token_scores(logits: Float32[Array, "T V"], targets: Int32[Array, "T"]) -> TokenScores:
     """Raw logprobs, ranks and the most likely alternatives of given tokens (ids within the vocabulary)."""
     peak = logits.max(axis=-1)
-    log_sum = _log_sum(logits, peak)
+    log_sum = log_sum_exp(logits, peak)
     chosen = _take(logits, targets)
     return TokenScores((chosen - peak) - log_sum, _rank(logits, chosen), *_top(logits, peak, log_sum))
 
@@ -202,116 +258,43 @@ def _adjust(logits: Array, settings: SamplingSettings, counts: Callable[[], Arra
     return jnp.minimum(x, jnp.finfo(jnp.float32).max)  # a division by a tiny penalty may have overflowed
 
 
-# -- temperature, top-k, top-p, min-p
+# -- noise
 
 
-def _scaled(adjusted: Array, best: Array, settings: SamplingSettings, greedy: Array) -> Array:
-    """Unnormalised log probabilities after the temperature, 0 for the most likely token; greedy rows are at temperature 1."""
-    # The maximum goes first: the quotient could overflow, a quotient of something at most 0 only vanishes.
-    return (adjusted - best[:, None]) / jnp.where(greedy, 1.0, settings.temperature)[:, None]
-
-
-def _lowest_kept(adjusted: Array, best: Array, settings: SamplingSettings, greedy: Array) -> Array:
-    """What top-k and top-p keep, as the lowest `_ordered_bits` [R] kept; 0 keeps all, as for greedy rows."""
-    rows, vocab = adjusted.shape
-    top_k = jnp.where(greedy | (settings.top_k <= 0), vocab, jnp.minimum(settings.top_k, vocab))
-    top_p = jnp.where(greedy, 1.0, settings.top_p)
-    everything = jnp.zeros((rows,), jnp.uint32)
-
-    def search() -> Array:
-        keys = _ordered_bits(adjusted)  # not of `_scaled`: rounding may make neighbours equal there
-
-        def search_top_p(by_k: Array) -> Array:
-            weights = jnp.where(keys >= by_k[:, None], jnp.exp(_scaled(adjusted, best, settings, greedy)), 0.0)
-            by_p = _threshold(keys, weights, top_p * _sum(weights))
-            return jnp.where(top_p < 1, jnp.maximum(by_k, by_p), by_k)
-
-        by_k = lax.cond(
-            (top_k < vocab).any(), lambda: _threshold(keys, jnp.ones_like(adjusted, jnp.int32), top_k), lambda: everything
-        )
-        return lax.cond((top_p < 1).any(), search_top_p, lambda by_k: by_k, by_k)
-
-    return lax.cond(((top_k < vocab) | (top_p < 1)).any(), search, lambda: everything)
-
-
-def _final(adjusted: Array, best: Array, lowest: Array, settings: SamplingSettings, greedy: Array) -> Array:
-    """Unnormalised log probabilities of the distribution sampled from: -inf for what the filters remove."""
-    scaled = _scaled(adjusted, best, settings, greedy)
-    min_p = jnp.where(greedy, 0.0, settings.min_p)
-    return jnp.where((_ordered_bits(adjusted) >= lowest[:, None]) & (jnp.exp(scaled) >= min_p[:, None]), scaled, -jnp.inf)
-
-
-def _ordered_bits(x: Array) -> Array:
-    """float32 as uint32 in the same order; both zeros are one."""
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _threshold(keys: Array, weights: Array, wanted: Array) -> Array:
-    """The largest threshold [R] such that the `weights` [R, V] (none negative) of the keys from it on add up to at least
-    `wanted` [R]; 0 where none does."""
-    return _by_platform(_threshold_in_few_passes, _threshold_by_bisection, keys, weights, wanted)
-
-
-def _threshold_by_bisection(keys: Array, weights: Array, wanted: Array) -> Array:
-    def step(index: Array, low: Array) -> Array:
-        trial = low | (jnp.uint32(1) << (31 - index).astype(jnp.uint32))
-        return jnp.where(_sum(jnp.where(keys >= trial[:, None], weights, 0)) >= wanted, trial, low)
-
-    return lax.fori_loop(0, 32, step, jnp.zeros(wanted.shape, jnp.uint32))
-
-
-def _threshold_in_few_passes(keys: Array, weights: Array, wanted: Array) -> Array:
-    low = jnp.zeros(wanted.shape, jnp.uint32)
-    for shift in range(32 - _BITS_A_PASS, -1, -_BITS_A_PASS):
-        low = _narrowed(keys, weights, wanted, low, jnp.uint32(shift))
-    return low
-
-
-@jax.jit  # lowered once, and called for every pass
-def _narrowed(keys: Array, weights: Array, wanted: Array, low: Array, shift: Array) -> Array:
-    """`low` with its next bits, found by one pass: the sums for all values these bits can have, of which the first few hold."""
-    trials = tuple(low | (jnp.uint32(value) << shift) for value in range(1, 2**_BITS_A_PASS))
-    trials = lax.optimization_barrier(trials)  # makes the passes alike, so that they are one compiled kernel
-    zero, nothing = jnp.zeros((), weights.dtype), jnp.zeros_like(weights)
-    masked = tuple(lax.select(keys >= lax.broadcast_in_dim(trial, keys.shape, (0,)), weights, nothing) for trial in trials)
-    sums = lax.reduce(masked, (zero,) * len(masked), lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (1,))
-    holding = sum((total >= wanted).astype(jnp.uint32) for total in sums)
-    return low | (holding << shift)
-
-
-def _log_sum(x: Array, peak: Array) -> Array:
-    """log(sum(exp(x - peak))). A logprob is (x - peak) minus this: peak plus this would round away digits of large logits."""
-    return jnp.log(_sum(jnp.exp(x - peak[:, None])))
-
-
-def _sum(x: Array) -> Array:
-    """Sum over the vocabulary. In one running sum, many tiny probabilities would vanish beside a large one: a GPU adds up in a
-    tree anyway, elsewhere it is done in two steps."""
-    return _by_platform(lambda x: x.sum(axis=-1), _sum_in_two_steps, x)
-
-
-def _sum_in_two_steps(x: Array) -> Array:
-    rows, size = x.shape
-    x = jnp.pad(x, ((0, 0), (0, -size % _LANES))).reshape(rows, -1, _LANES).sum(axis=1)
-    return lax.optimization_barrier(x).sum(axis=-1)  # the barrier keeps XLA from joining the two
-
-
-def _by_platform(gpu: Callable[..., Any], other: Callable[..., Any], *operands: Array) -> Any:
-    return (other if tuning.target() is None else gpu)(*operands)
-
-
-def _gumbel(settings: SamplingSettings, positions: Array, vocab: int) -> Array:
+def _gumbel(settings: SamplingSettings, positions: Array, vocab: int, tag: int | None = None) -> Array:
     """Gumbel noise [R, V], a function of seed, choice and position of each row."""
+    # All 32 bits count, and the tail that decides (u near 0) is the finely resolved one; u is never 0 nor 1.
+    uniform = _uniform(settings, positions, (vocab,), tag)
+    return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1.0 - 2.0**-24)))
+
+
+def _uniform(settings: SamplingSettings, positions: Array, shape: tuple[int, ...], tag: int | None) -> Array:
+    """Numbers [R, *shape] above 0 and at most 1, a function of seed, choice, position and tag."""
 
     def bits(seed: Array, choice: Array, position: Array) -> Array:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
         key = jax.random.fold_in(jax.random.fold_in(key, choice), position)
-        return jax.random.bits(key, (vocab,), jnp.uint32)
+        if tag is not None:
+            key = jax.random.fold_in(key, tag)
+        return jax.random.bits(key, shape, jnp.uint32)
 
-    # All 32 bits count, and the tail that decides (u near 0) is the finely resolved one; u is never 0 nor 1.
-    uniform = (jax.vmap(bits)(settings.seed, settings.choice, positions).astype(jnp.float32) + 0.5) * 2.0**-32
-    return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1.0 - 2.0**-24)))
+    return (jax.vmap(bits)(settings.seed, settings.choice, positions).astype(jnp.float32) + 0.5) * 2.0**-32
+
+
+# -- drafts
+
+
+def _accepted_or_drawn(final: Array, noise: Array, drafts: Drafts, settings: SamplingSettings, positions: Array) -> Array:
+    """The drafts that are accepted, and a draw where there is none or it is rejected. The largest entry of `final` is 0."""
+    log_q, draft = drafts.log_q(), jnp.maximum(drafts.tokens, 0)
+    log_p = final - log_sum_exp(final, jnp.zeros_like(final[:, 0]))[:, None]
+    above = jnp.maximum(jnp.exp(log_p) - jnp.exp(log_q), 0.0)
+    chance = _take(log_p, draft) - _take(log_q, draft)
+    has_draft = drafts.tokens >= 0
+    accepts = (jnp.log(_uniform(settings, positions, (), _VERDICT_NOISE)) < chance) | (chance >= 0)
+    accepts |= ~(above > 0).any(axis=-1)  # p is nowhere above q: they are one distribution, up to rounding
+    left = jnp.where((has_draft & ~accepts)[:, None], jnp.log(above), final)
+    return jnp.where(has_draft & accepts, draft, _argmax(left + noise))
 
 
 # -- choice and logprobs
@@ -326,7 +309,7 @@ def _first(x: Array, value: Array) -> Array:
 
 def _argmax(x: Array) -> Array:
     """The lowest id of the largest entry. One pass on a GPU; on a CPU an argmax costs twice what a maximum and a search do."""
-    return _by_platform(lambda x: lax.argmax(x, 1, jnp.int32), lambda x: _first(x, x.max(axis=-1)), x)
+    return by_platform(lambda x: lax.argmax(x, 1, jnp.int32), lambda x: _first(x, x.max(axis=-1)), x)
 
 
 def _take(x: Array, ids: Array) -> Array:
@@ -341,7 +324,7 @@ def _top(x: Array, peak: Array, log_sum: Array) -> tuple[Array, Array]:
     """The `NUM_TOP` largest entries: ids and logprobs; -1 and -inf beyond the vocabulary."""
     size = min(NUM_TOP, x.shape[1])
     # On a CPU a stable order costs a sort of the vocabulary.
-    values, ids = _by_platform(lambda x: _largest_by_passes(x, size), lambda x: tuple(lax.top_k(x, size, is_stable=False)), x)
+    values, ids = by_platform(lambda x: _largest_by_passes(x, size), lambda x: tuple(lax.top_k(x, size, is_stable=False)), x)
     fill = ((0, 0), (0, NUM_TOP - size))
     logprobs = jnp.pad((values - peak[:, None]) - log_sum[:, None], fill, constant_values=-jnp.inf)
     return jnp.pad(ids.astype(jnp.int32), fill, constant_values=-1), logprobs
@@ -393,7 +376,7 @@ def _logprobs(
         processed = settings.processed_logprobs & (wanted >= 0)
         x = jnp.where(processed[:, None], final, logits)
         x_peak = jnp.where(processed, 0.0, peak)
-        x_log_sum = jnp.where(processed, _log_sum(final, jnp.zeros_like(peak)), log_sum)
+        x_log_sum = jnp.where(processed, log_sum_exp(final, jnp.zeros_like(peak)), log_sum)
         chosen = _take(x, tokens)
         top_ids, top_logprobs = lax.cond((wanted > 0).any(), lambda: _top(x, x_peak, x_log_sum), lambda: no_top)
         beyond = jnp.arange(NUM_TOP) >= wanted[:, None]

@@ -10,6 +10,7 @@ import logging
 import jax
 import numpy as np
 
+from llmjax.engine.compile_programs import draft_lengths
 from llmjax.engine.config import ResolvedConfig
 from llmjax.engine.runner import ModelRunner
 from llmjax.errors import BackendError, NonFiniteError
@@ -48,12 +49,30 @@ def check_finite(runner: ModelRunner, model: Model, config: DecoderConfig, engin
     ids = [int(i) for i in np.linspace(0, config.num_tokens - 1, length)]
     request = Request("self-check", ids, SamplingParams(max_tokens=1, temperature=0.0), seed=0, limit=1, pages=[1])
     row = ScheduledRow(request, 0, 0, 0, length, ids, samples=1, is_new=True, new_pages=[(0, 1)])
+    drafts = 0 if engine_config.speculative is None else draft_lengths(engine_config)[0]
+    drafts = max(0, min(drafts, engine_config.max_context - length - 1, engine_config.page_size - length - 1))
+    if drafts:
+        request.limit = 2 + drafts  # a token, its drafts, and one behind them
     output = runner.dispatch(ScheduledBatch(0, "extend", 1, [row])).result()
     if bool(output.finite.all()):
+        if drafts:
+            _check_draft(runner, engine_config, request, length, drafts)
         return
     advice = "use bfloat16 or float32" if config.dtype == "float16" else "check the weights"
     where = _first_bad_layer(runner, config, ids, engine_config.page_size) if is_shared_decoder(model) else "the model"
     raise NonFiniteError(f"{where} gives NaN or infinite values in {config.dtype} on a plain prompt; {advice}")
+
+
+def _check_draft(runner: ModelRunner, engine_config: ResolvedConfig, request: Request, length: int, drafts: int) -> None:
+    """Draft behind the prompt. Logits that are not finite give no drafts; prompt lookup may find none either way."""
+    assert engine_config.speculative is not None
+    row = ScheduledRow(request, 0, 0, length, drafts + 1, (), samples=drafts + 1, drafts=drafts)
+    batch = ScheduledBatch(1, "speculate", 1, [row], draft_length=draft_lengths(engine_config)[0])
+    output = runner.dispatch(batch).result()
+    assert output.proposed is not None
+    if engine_config.speculative.method != "ngram" and int(output.proposed[0]) < drafts:
+        what = {"draft": "the draft model", "truncated": "the truncated model"}[engine_config.speculative.method]
+        raise NonFiniteError(f"{what} gives NaN or infinite values on a plain prompt; use another one, or set method to 'ngram'")
 
 
 def _first_bad_layer(runner: ModelRunner, config: DecoderConfig, ids: list[int], page_size: int) -> str:

@@ -18,14 +18,15 @@ from typing import Any
 import jax
 
 from llmjax.engine.compile_pool import LoweringPool, useful_workers
-from llmjax.engine.compile_programs import Program, Shapes, abstract, compile_programs, wanted
+from llmjax.engine.compile_programs import DraftShapes, Program, Shapes, abstract, compile_programs, wanted
 from llmjax.engine.compile_store import ProgramStore
 from llmjax.engine.config import ResolvedConfig
+from llmjax.engine.draft_model import DraftModel
 from llmjax.engine.memory import MIB, DeviceMemory, MemoryPlan, device_memory, plan_memory, tell_out_of_memory, tree_bytes
 from llmjax.engine.runner import ModelRunner, on_device
 from llmjax.engine.self_check import check_finite, check_kernels
 from llmjax.model.checkpoint.load import PendingParams
-from llmjax.model.registry import DecoderConfig, Model, is_shared_decoder
+from llmjax.model.registry import DecoderConfig, Model
 from llmjax.telemetry.startup import Timeline
 
 log = logging.getLogger(__name__)
@@ -42,11 +43,18 @@ class Started:
     programs: list[Program]
 
 
-def start_runner(model: Model, config: DecoderConfig, params: Any, engine_config: ResolvedConfig, timeline: Timeline) -> Started:
+def start_runner(
+    model: Model,
+    config: DecoderConfig,
+    params: Any,
+    engine_config: ResolvedConfig,
+    timeline: Timeline,
+    draft: DraftModel | None = None,
+) -> Started:
     """Build a `ModelRunner` and warm it up.
 
     Args:
-        params: on the device, on the host, or `PendingParams`.
+        params: on the device, on the host, or `PendingParams`; those of the draft model likewise.
         timeline: gets the phases.
 
     Raises:
@@ -55,17 +63,19 @@ def start_runner(model: Model, config: DecoderConfig, params: Any, engine_config
         NonFiniteError: the weights give NaN or infinite values.
         Whatever loading the weights raises.
     """
-    shapes = params.shapes if isinstance(params, PendingParams) else abstract(params)
-    store = None
-    if engine_config.compile_cache is not None and is_shared_decoder(model):  # of another model's source nothing is known
+    shapes, draft_params = _shapes(params), None if draft is None else draft.params
+    drafts = None if draft is None else DraftShapes(draft.config, _shapes(draft.params))
+    sizes = Shapes(config, shapes, engine_config, 0, drafts)
+    ours, store = sizes.only_shared_decoders(model), None
+    if engine_config.compile_cache is not None and ours:  # of another model's source nothing is known
         store = ProgramStore(engine_config.compile_cache)
-    with contextlib.ExitStack() as stack, _given_up_on_failure(params):
-        start_pool = functools.cache(functools.partial(_start_pool, model, engine_config, stack))
-        sizes = Shapes(config, shapes, engine_config, 0)
+    with contextlib.ExitStack() as stack, _given_up_on_failure(params, draft_params):
+        start_pool = functools.cache(functools.partial(_start_pool, ours, engine_config, stack))
         if store is None or store.recall(sizes.identity(("all", 0, 0))) is None:
             start_pool()  # nothing is compiled: JAX is imported there while the memory is planned here
         with timeline.phase("plan memory"):
-            plan = plan_memory(model, config, shapes, engine_config, _memory_of_others(params), store)
+            device = _memory_of_others(params, draft_params)
+            plan = plan_memory(model, config, shapes, engine_config, device, store, draft=drafts)
         sizes = dataclasses.replace(sizes, num_pages=plan.num_pages)
         checking = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="check"))
         checked = checking.submit(_check_kernels, store, timeline, jax.config.jax_default_device)
@@ -75,12 +85,17 @@ def start_runner(model: Model, config: DecoderConfig, params: Any, engine_config
             store.note(dataclasses.replace(sizes, num_pages=0).identity(("all", 0, 0)), [program.name for program in programs])
     plan = plan.with_temporaries(max(program.temp_bytes for program in programs), "compiled")
     with tell_out_of_memory(plan):
-        if isinstance(params, PendingParams):
-            with timeline.phase("wait for weights"):
-                pending, params = params, params.result()
-            timeline.add("load weights", pending.begun, pending.ended)
+        params, draft_params = _awaited(params, timeline), _awaited(draft_params, timeline)
         with timeline.phase("allocate"):
-            runner = ModelRunner(config, on_device(params), engine_config, num_pages=plan.num_pages, executables=executables)
+            runner = ModelRunner(
+                config,
+                on_device(params),
+                engine_config,
+                num_pages=plan.num_pages,
+                executables=executables,
+                draft_config=None if draft is None else draft.config,
+                draft_params=on_device(draft_params),
+            )
             runner.wait()
         with timeline.phase("warm up"):
             runner.warm_up()
@@ -93,31 +108,47 @@ def start_runner(model: Model, config: DecoderConfig, params: Any, engine_config
     return Started(runner, plan, programs)
 
 
+def _shapes(params: Any) -> Any:
+    return params.shapes if isinstance(params, PendingParams) else abstract(params)
+
+
+def _awaited(params: Any, timeline: Timeline) -> Any:
+    """The parameters themselves, when they have been loaded."""
+    if not isinstance(params, PendingParams):
+        return params
+    with timeline.phase("wait for weights"):
+        loaded = params.result()
+    timeline.add("load weights", params.begun, params.ended)
+    return loaded
+
+
 @contextlib.contextmanager
-def _given_up_on_failure(params: Any) -> Iterator[None]:
+def _given_up_on_failure(*trees: Any) -> Iterator[None]:
     """A start that fails does not go on reading weights."""
     try:
         yield
     except BaseException:
-        if isinstance(params, PendingParams):
-            params.give_up()
+        for params in trees:
+            if isinstance(params, PendingParams):
+                params.give_up()
         raise
 
 
-def _memory_of_others(params: Any) -> DeviceMemory | None:
+def _memory_of_others(*trees: Any) -> DeviceMemory | None:
     """The device's memory, the engine's own parameters not counted."""
     device = device_memory()
     if device is None:
         return None
-    if isinstance(params, PendingParams):
-        return dataclasses.replace(device, in_use=params.bytes_in_use)
-    own = tree_bytes([leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)])
-    return dataclasses.replace(device, in_use=max(device.in_use - own, 0))
+    pending = [params.bytes_in_use for params in trees if isinstance(params, PendingParams)]
+    loaded = jax.tree.leaves([params for params in trees if not isinstance(params, PendingParams)])
+    own = tree_bytes([leaf for leaf in loaded if isinstance(leaf, jax.Array)])
+    in_use = min(pending, default=device.in_use)  # before the first of them began to load
+    return dataclasses.replace(device, in_use=max(in_use - own, 0))
 
 
-def _start_pool(model: Model, engine_config: ResolvedConfig, stack: contextlib.ExitStack) -> LoweringPool | None:
-    """Processes to lower in, where they are worth it; closed with `stack`."""
-    workers = useful_workers(len(wanted(engine_config)), os.cpu_count() or 1) if is_shared_decoder(model) else 0
+def _start_pool(ours: bool, engine_config: ResolvedConfig, stack: contextlib.ExitStack) -> LoweringPool | None:
+    """Processes to lower in, where they are worth it; closed with `stack`. None for models of somebody else's."""
+    workers = useful_workers(len(wanted(engine_config)), os.cpu_count() or 1) if ours else 0
     return None if workers == 0 else stack.enter_context(contextlib.closing(LoweringPool(workers)))
 
 

@@ -22,6 +22,7 @@ from llmjax.engine.token_masks import num_mask_words
 ROWS_A_RESET = 8  # rows one `reset_rows` call can take; a burst of new requests takes several calls
 MASKS_A_RESET = 16  # masks it can bring
 SEEN_A_RESET = 256  # entries of `SeenTokens` it can take; a long cached prefix with penalties takes several calls
+HISTORY_A_RESET = 1024  # entries of `KnownTokens` it can take, where the state has a history; likewise
 
 
 class DeviceState(NamedTuple):
@@ -38,6 +39,7 @@ class DeviceState(NamedTuple):
         counts: per row and token id, see `PROMPT_BIT`.
         masked: the row samples only what `allowed` allows, and one token a launch: each takes another mask, from the host.
         allowed: bit i of word w is token 32 w + i.
+        history: the row's tokens by position, its last one included, for drafts; None where nothing is drafted.
     """
 
     last_token: Int[Array, "B1"]
@@ -52,10 +54,11 @@ class DeviceState(NamedTuple):
     counts: Int[Array, "B1 V"]
     masked: Bool[Array, "B1"]
     allowed: Int[Array, "B1 W"]
+    history: Int[Array, "B1 C"] | None = None
 
 
-def init_state(*, max_sequences: int, max_pages: int, vocab_size: int) -> DeviceState:
-    """A state with every row unused, on the default device."""
+def init_state(*, max_sequences: int, max_pages: int, vocab_size: int, history_length: int | None = None) -> DeviceState:
+    """A state with every row unused, on the default device; with a history of so many tokens a row, if any."""
     rows = max_sequences + 1
 
     def make() -> DeviceState:
@@ -77,6 +80,7 @@ def init_state(*, max_sequences: int, max_pages: int, vocab_size: int) -> Device
             counts=jnp.zeros((rows, vocab_size), jnp.int32),
             masked=jnp.zeros((rows,), bool),
             allowed=jnp.zeros((rows, num_mask_words(vocab_size)), jnp.int32),
+            history=None if history_length is None else jnp.zeros((rows, history_length), jnp.int32),
         )  # fmt: skip
 
     return jax.jit(make)()
@@ -120,20 +124,30 @@ def no_seen_tokens() -> SeenTokens:
     return SeenTokens(*np.zeros((3, 0), np.int32))
 
 
+class KnownTokens(NamedTuple):
+    """What a row's history is to hold of tokens that are not computed again: `ids` [n] at `positions` [n] of `rows` [n]."""
+
+    rows: Int[np.ndarray, "n"]
+    positions: Int[np.ndarray, "n"]
+    ids: Int[np.ndarray, "n"]
+
+
+def no_known_tokens() -> KnownTokens:
+    """For rows that begin at their first token."""
+    return KnownTokens(*np.zeros((3, 0), np.int32))
+
+
 def reset_width(max_pages: int) -> int:
     """int32 words a row takes in what `pack_resets` makes."""
     return _HEAD + len(_INTS) + len(_FLOATS) + 2 + MAX_STOPS + 2 * MAX_BIAS + max_pages
 
 
-def pack_resets(resets: list[RowReset], seen: SeenTokens, *, max_pages: int) -> np.ndarray:
-    """At most `ROWS_A_RESET` resets and `SEEN_A_RESET` seen tokens as one int32 vector; unused entries name no row."""
+def pack_resets(resets: list[RowReset], seen: SeenTokens, *, max_pages: int, known: KnownTokens | None = None) -> np.ndarray:
+    """At most `ROWS_A_RESET` resets, `SEEN_A_RESET` seen tokens and `HISTORY_A_RESET` known ones as one int32 vector; unused
+    entries name no row. `known` is None where the state has no history."""
     assert len(resets) <= ROWS_A_RESET
-    assert len(seen.rows) <= SEEN_A_RESET
     width = reset_width(max_pages)
-    packed = np.zeros(ROWS_A_RESET * width + 3 * SEEN_A_RESET, np.int32)
-    out, places = packed[: ROWS_A_RESET * width].reshape(ROWS_A_RESET, width), packed[ROWS_A_RESET * width :].reshape(3, -1)
-    places[0] = _NO_ROW
-    places[:, : len(seen.rows)] = seen
+    out = np.zeros((ROWS_A_RESET, width), np.int32)
     out[:, 0] = _NO_ROW
     for line, reset in zip(out, resets, strict=False):
         s = reset.settings
@@ -149,7 +163,17 @@ def pack_resets(resets: list[RowReset], seen: SeenTokens, *, max_pages: int) -> 
             np.asarray(reset.page_table, np.int32),
         )
         line[:] = np.concatenate(pieces)
-    return packed
+    lists = [_triples(seen, SEEN_A_RESET)] + ([] if known is None else [_triples(known, HISTORY_A_RESET)])
+    return np.concatenate([out.reshape(-1), *lists])
+
+
+def _triples(entries: SeenTokens | KnownTokens, size: int) -> np.ndarray:
+    """int32 [3 * size]: rows, ids or positions, and what belongs there."""
+    assert len(entries.rows) <= size
+    out = np.zeros((3, size), np.int32)
+    out[0] = _NO_ROW
+    out[:, : len(entries.rows)] = entries
+    return out.reshape(-1)
 
 
 def pack_masks(rows: Sequence[int], allowed: Sequence[np.ndarray], *, num_words: int) -> np.ndarray:
@@ -163,12 +187,16 @@ def pack_masks(rows: Sequence[int], allowed: Sequence[np.ndarray], *, num_words:
 
 
 def reset_rows(state: DeviceState, packed: Int[Array, "width"], masks: Int[Array, "16 W1"]) -> DeviceState:
-    """Give rows to new requests: everything of the row is overwritten; then add the seen tokens and put the masks. `state` is
-    meant to be donated.
+    """Give rows to new requests: everything of the row is overwritten, but for what its history holds behind its tokens; then
+    add the seen and the known tokens and put the masks. `state` is meant to be donated.
 
-    Calls for the same rows that only add seen tokens may follow. Masks may be of any rows, new or not.
+    Calls for the same rows that only add seen and known tokens may follow. Masks may be of any rows, new or not.
     """
     max_pages = state.page_table.shape[1]
+    if state.history is not None:
+        packed, known = jnp.split(packed, [-3 * HISTORY_A_RESET])
+        known_rows, positions, ids = known.reshape(3, -1)
+        state = state._replace(history=state.history.at[known_rows, positions].set(ids, mode="drop"))
     seen_rows, seen_ids, seen_counts = packed[-3 * SEEN_A_RESET :].reshape(3, -1)
     packed = packed[: -3 * SEEN_A_RESET].reshape(ROWS_A_RESET, -1)
     sizes = (_HEAD, len(_INTS), len(_FLOATS), 2, MAX_STOPS, MAX_BIAS, MAX_BIAS, max_pages)

@@ -111,10 +111,10 @@ def decode_steps(
     """
     page_size = kv_cache.page_size
     updates = decode_layout(rows=rows, num_steps=num_steps, page_size=page_size).unpack(packed)
-    state = _append_pages(state, updates)
+    state = append_pages(state, updates)
     index = updates["rows"]
     page_table = state.page_table[index]
-    fixed, moving = _gather_rows(state, index)
+    fixed, moving = gather_rows(state, index)
 
     def one(carry: tuple[MovingRows, Array, KVCache], step: Array) -> tuple[tuple[MovingRows, Array, KVCache], StepTokens]:
         moving, counts, cache = carry
@@ -122,7 +122,7 @@ def decode_steps(
         batch = ModelBatch(
             tokens=moving.last_token,
             positions=positions,
-            slot_mapping=_slots(page_table, jnp.arange(rows), positions, active, page_size),
+            slot_mapping=slots(page_table, jnp.arange(rows), positions, active, page_size),
             page_table=page_table,
             seq_lens=jnp.where(active, positions + 1, 0),
             query_starts=jnp.arange(rows + 1, dtype=jnp.int32),
@@ -141,7 +141,8 @@ def decode_steps(
     else:
         carry, tokens = jax.lax.scan(one, carry, jnp.arange(num_steps), length=num_steps)
     moving, counts, kv_cache = carry
-    return _scatter_rows(state, index, moving, counts), tokens, kv_cache
+    state = note_tokens(state, index, state.seq_lens[index] + 1 + jnp.arange(num_steps)[:, None], tokens.summary[..., 0])
+    return scatter_rows(state, index, moving, counts), tokens, kv_cache
 
 
 def extend_step(
@@ -160,18 +161,52 @@ def extend_step(
     A decoding row's input is the device's own last token. Such a row that has ended already (the host may not know
     yet) is left alone. `state` and `kv_cache` are meant to be donated.
     """
-    page_size = kv_cache.page_size
-    updates = extend_layout(tokens=tokens, rows=rows, page_size=page_size).unpack(packed)
-    state = _append_pages(state, updates)
+    updates = extend_layout(tokens=tokens, rows=rows, page_size=kv_cache.page_size).unpack(packed)
+    state = append_pages(state, updates)
+    chunks, batch = extend_batch(state, updates, page_size=kv_cache.page_size)
+    index, ids, positions = updates["rows"], batch.tokens, batch.positions
+    lengths, decoding, live, owner, is_token = chunks
+    hidden, kv_cache = model.forward(params, batch, kv_cache, config=config, decode=False)
+
+    scoring = ((state.prompt_logprobs[index] >= 0) & live & ~decoding).any()
+    scores = _score_prompt(params, hidden, ids, owner, updates, scoring, model=model, config=config)
+    state = _count_given_tokens(state, index[owner], ids, positions, is_token & ~decoding[owner])
+    state = state._replace(seq_lens=state.seq_lens.at[index].add(jnp.where(live, lengths, 0)))
+    last = model.logits(params, hidden[batch.logits_indices], config=config)
+    fixed, moving = gather_rows(state, index)
+    wants = live & (updates["samples"] > 0)
+    moving, counts, sampled = _sample_rows(fixed, moving, state.counts, state.allowed, index, live, wants, last)
+    state = note_tokens(state, index[owner], positions, jnp.where(is_token, ids, -1))
+    state = note_tokens(state, index, moving.seq_lens, sampled.summary[..., 0])
+    return scatter_rows(state, index, moving, counts), jax.tree.map(lambda a: a[None], sampled), scores, kv_cache
+
+
+class Chunks(NamedTuple):
+    """The entries of an extend launch and its packed tokens.
+
+    Attributes:
+        lengths: tokens of each entry. decoding: its token is the device's own last one. live: it is used, and has not ended.
+        owner: the entry of each packed token. is_token: whether the token is one, of a live entry.
+    """
+
+    lengths: Int[Array, "R"]
+    decoding: Bool[Array, "R"]
+    live: Bool[Array, "R"]
+    owner: Int[Array, "T"]
+    is_token: Bool[Array, "T"]
+
+
+def extend_batch(state: DeviceState, updates: dict[str, Array], *, page_size: int) -> tuple[Chunks, ModelBatch]:
+    """What an extend launch computes, by `extend_layout`; the state has its new pages already."""
     starts, index = updates["query_starts"], updates["rows"]
+    tokens = updates["tokens"].shape[0]
     lengths = starts[1:] - starts[:-1]
 
     decoding = state.active[index]
     first = updates["tokens"][jnp.minimum(starts[:-1], tokens - 1)]
     live = (lengths > 0) & (decoding | (first >= 0))
 
-    # Packed token -> entry. A comparison with each start, because a search is a loop, which a CUDA graph does not take.
-    owner = jnp.minimum((jnp.arange(tokens)[:, None] >= starts[1:]).sum(axis=1), rows - 1)
+    owner = token_owners(starts, tokens)
     is_token = (jnp.arange(tokens) < starts[-1]) & live[owner]
     positions = jnp.where(is_token, state.seq_lens[index][owner] + jnp.arange(tokens) - starts[owner], 0)
     ids = jnp.where(decoding[owner], state.last_token[index][owner], updates["tokens"])
@@ -181,32 +216,36 @@ def extend_step(
     batch = ModelBatch(
         tokens=ids,
         positions=positions,
-        slot_mapping=_slots(page_table, owner, positions, is_token, page_size),
+        slot_mapping=slots(page_table, owner, positions, is_token, page_size),
         page_table=page_table,
         seq_lens=seq_lens,
         query_starts=starts,
         logits_indices=jnp.maximum(starts[1:] - 1, 0),
     )
-    hidden, kv_cache = model.forward(params, batch, kv_cache, config=config, decode=False)
-
-    scoring = ((state.prompt_logprobs[index] >= 0) & live & ~decoding).any()
-    scores = _score_prompt(params, hidden, ids, owner, updates, scoring, model=model, config=config)
-    state = _count_given_tokens(state, index[owner], ids, positions, is_token & ~decoding[owner])
-    state = state._replace(seq_lens=state.seq_lens.at[index].add(jnp.where(live, lengths, 0)))
-    last = model.logits(params, hidden[batch.logits_indices], config=config)
-    fixed, moving = _gather_rows(state, index)
-    wants = live & (updates["samples"] > 0)
-    moving, counts, sampled = _sample_rows(fixed, moving, state.counts, state.allowed, index, live, wants, last)
-    return _scatter_rows(state, index, moving, counts), jax.tree.map(lambda a: a[None], sampled), scores, kv_cache
+    return Chunks(lengths, decoding, live, owner, is_token), batch
 
 
-def _append_pages(state: DeviceState, updates: dict[str, Array]) -> DeviceState:
+def token_owners(starts: Int[Array, "R+1"], tokens: int) -> Int[Array, "T"]:
+    """The entry of each packed token; the last one's for padding."""
+    # A comparison with each start, because a search is a loop, which a CUDA graph does not take.
+    return jnp.minimum((jnp.arange(tokens)[:, None] >= starts[1:]).sum(axis=1), starts.shape[0] - 2)
+
+
+def note_tokens(state: DeviceState, rows: Array, positions: Array, ids: Array) -> DeviceState:
+    """Write tokens into the history, if there is one; ids of -1 are none."""
+    if state.history is None:
+        return state
+    places = jnp.where(ids >= 0, positions, state.history.shape[1])
+    return state._replace(history=state.history.at[rows, places].set(ids, mode="drop"))
+
+
+def append_pages(state: DeviceState, updates: dict[str, Array]) -> DeviceState:
     # Unused entries name the padding row with page id 0, which keeps its table all null pages.
     table = state.page_table.at[updates["page_rows"], updates["page_indices"]].set(updates["page_ids"])
     return state._replace(page_table=table)
 
 
-def _slots(page_table: Array, owner: Array, positions: Array, valid: Array, page_size: int) -> Array:
+def slots(page_table: Array, owner: Array, positions: Array, valid: Array, page_size: int) -> Array:
     pages = page_table[owner, jnp.minimum(positions // page_size, page_table.shape[1] - 1)]
     return jnp.where(valid, pages, 0) * page_size + positions % page_size
 
@@ -231,12 +270,12 @@ class MovingRows(NamedTuple):
     active: Bool[Array, "R"]
 
 
-def _gather_rows(state: DeviceState, index: Array) -> tuple[FixedRows, MovingRows]:
+def gather_rows(state: DeviceState, index: Array) -> tuple[FixedRows, MovingRows]:
     fixed = FixedRows(jax.tree.map(lambda a: a[index], state.settings), state.limit[index], state.masked[index])
     return fixed, MovingRows(*(getattr(state, name)[index] for name in MovingRows._fields))
 
 
-def _scatter_rows(state: DeviceState, index: Array, moving: MovingRows, counts: Array) -> DeviceState:
+def scatter_rows(state: DeviceState, index: Array, moving: MovingRows, counts: Array) -> DeviceState:
     changed = {name: getattr(state, name).at[index].set(rows) for name, rows in moving._asdict().items()}
     return state._replace(counts=counts, **changed)
 

@@ -153,6 +153,10 @@ class Tokenizer:
             return str(piece).encode()
         return self._pieces.to_bytes(piece)
 
+    def token_strings(self) -> dict[int, str]:
+        """Every id that has a string, and the string as the vocabulary spells it: two tokenizers are one if these are."""
+        return {token: text for text, token in self._backend.get_vocab(with_added_tokens=True).items()}
+
     @property
     def chat_template(self) -> str | None:
         """The model's usual chat template, None for a model without one."""

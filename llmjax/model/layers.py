@@ -76,6 +76,7 @@ class Attention(nnx.Module):
         window: Int[Array, ""],
         *,
         decode: bool,
+        max_queries: int = 0,
     ) -> tuple[Float[Array, "T NH"], KVCache]:
         """The heads' outputs side by side, in front of the output projection. Of `qkv` the first T rows are read."""
         c = self.config
@@ -87,7 +88,7 @@ class Attention(nnx.Module):
         cache = KVCache(*caches)
         out = paged_attention(
             q, cache.k, cache.v, inputs.page_table, inputs.seq_lens, inputs.query_starts,
-            page_offset=page_offset, scale=c.head_dim**-0.5, window=window, decode=decode,
+            page_offset=page_offset, scale=c.head_dim**-0.5, window=window, decode=decode, max_queries=max_queries,
         )  # fmt: skip
         return out.reshape(out.shape[0], -1), cache
 

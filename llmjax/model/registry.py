@@ -58,6 +58,20 @@ class _SharedDecoder:
 
         return transformer.forward(params, batch, kv_cache, config=config, decode=decode)
 
+    def forward_few(
+        self, params: Any, batch: ModelBatch, kv_cache: KVCache, *, config: Any, max_queries: int
+    ) -> tuple[Float[Array, "T D"], KVCache]:
+        from llmjax.model import transformer
+
+        return transformer.forward(params, batch, kv_cache, config=config, max_queries=max_queries)
+
+    def forward_first(
+        self, params: Any, batch: ModelBatch, kv_cache: KVCache, *, config: Any, num_layers: int
+    ) -> tuple[Float[Array, "T D"], KVCache]:
+        from llmjax.model import transformer
+
+        return transformer.forward(params, batch, kv_cache, config=config, decode=True, num_layers=num_layers)
+
     def logits(self, params: Any, hidden: Float[Array, "T D"], *, config: Any) -> Float[Array, "T V"]:
         from llmjax.model import transformer
 
@@ -80,6 +94,22 @@ def get_model(family: str) -> Model:
     if family not in _MODELS:
         raise UnsupportedModelError(f"no model is registered for family {family!r}; known: {', '.join(sorted(_MODELS))}")
     return _MODELS[family]
+
+
+def forward_few(
+    model: Model, params: Any, batch: ModelBatch, kv_cache: KVCache, *, config: Any, max_queries: int
+) -> tuple[Float[Array, "T D"], KVCache]:
+    """`model.forward` of rows of at most `max_queries` tokens each, which the shared decoder makes use of."""
+    if is_shared_decoder(model):
+        return _SHARED.forward_few(params, batch, kv_cache, config=config, max_queries=max_queries)
+    return model.forward(params, batch, kv_cache, config=config, decode=False)
+
+
+def forward_first(
+    params: Any, batch: ModelBatch, kv_cache: KVCache, *, config: Any, num_layers: int
+) -> tuple[Float[Array, "T D"], KVCache]:
+    """The shared decoder's first layers and final norm, one token a row, over the cache of all its layers."""
+    return _SHARED.forward_first(params, batch, kv_cache, config=config, num_layers=num_layers)
 
 
 def is_shared_decoder(model: Model) -> bool:

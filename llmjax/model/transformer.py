@@ -34,7 +34,7 @@ class _Stream(NamedTuple):
     meetings: Int[Array, "L3"]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "decode"))
+@functools.partial(jax.jit, static_argnames=("config", "decode", "max_queries"))
 def _layer(
     layer: Params,
     following: Params | None,
@@ -47,11 +47,14 @@ def _layer(
     *,
     config: ModelConfig,
     decode: bool,
+    max_queries: int,
 ) -> tuple[_Stream, KVCache]:
     """The attention of a layer, and what leads to that of the `following` one."""
     block = _block(layer, config)
     assert stream.qkv is not None
-    attention, cache = block.attention.attend(stream.qkv, inputs, cache, page_offset, window, decode=decode)
+    attention, cache = block.attention.attend(
+        stream.qkv, inputs, cache, page_offset, window, decode=decode, max_queries=max_queries
+    )
     behind, in_front = block.params_behind(), None if following is None else _block(following, config).params_in_front()
     if is_uniform(attention.dtype, behind, in_front):
         residual, next_qkv, meetings = fused_layer(
@@ -74,7 +77,14 @@ def _block(layer: Params, config: ModelConfig) -> Block:
 
 
 def forward(
-    params: Params, batch: ModelBatch, kv_cache: KVCache, *, config: ModelConfig, decode: bool = False
+    params: Params,
+    batch: ModelBatch,
+    kv_cache: KVCache,
+    *,
+    config: ModelConfig,
+    decode: bool = False,
+    max_queries: int = 0,
+    num_layers: int | None = None,
 ) -> tuple[Float[Array, "T D"], KVCache]:
     """Run the decoder over a batch of packed tokens.
 
@@ -84,12 +94,16 @@ def forward(
         kv_cache: holds the rows' earlier tokens. Donate it under `jit` and the update happens in place.
         config: static.
         decode: static; True promises one token a row (T == R).
+        max_queries: static; promises that no row has more tokens in the batch; 0 promises nothing.
+        num_layers: static; run only the first so many, over the same cache. None runs all.
 
     Returns:
         hidden states [T, D] after the final norm, in `config.dtype`, and the cache with the new tokens' keys and values.
         `logits` turns the rows you need into logits.
     """
-    hidden, cache, _ = _run_layers(params, batch, kv_cache, config=config, decode=decode)
+    hidden, cache, _ = _run_layers(
+        params, batch, kv_cache, config=config, decode=decode, max_queries=max_queries, num_layers=num_layers
+    )
     return hidden, cache
 
 
@@ -104,21 +118,29 @@ def attention_inputs(batch: ModelBatch, config: ModelConfig, page_size: int) -> 
 
 
 def _run_layers(
-    params: Params, batch: ModelBatch, kv_cache: KVCache, *, config: ModelConfig, decode: bool
+    params: Params,
+    batch: ModelBatch,
+    kv_cache: KVCache,
+    *,
+    config: ModelConfig,
+    decode: bool,
+    max_queries: int = 0,
+    num_layers: int | None = None,
 ) -> tuple[Float[Array, "T D"], KVCache, list[Array]]:
     pages_a_layer = kv_cache.k.shape[0] // config.num_layers
+    count = config.num_layers if num_layers is None else num_layers
     inputs = attention_inputs(batch, config, kv_cache.page_size)
     x = embed(params["embed"]["weight"], batch.tokens, jnp.dtype(config.dtype))
     layers, tokens = params["layers"], x.shape[0]
-    meetings = jnp.zeros((config.num_layers * MEETINGS,), jnp.int32)
+    meetings = jnp.zeros((count * MEETINGS,), jnp.int32)
     stream = _Stream(x, _block(layers[0], config).project(x, config.norm_eps), meetings)
     streams = []
-    for index in range(config.num_layers):
-        following = layers[index + 1] if index + 1 < config.num_layers else None
+    for index in range(count):
+        following = layers[index + 1] if index + 1 < count else None
         stream, kv_cache = _layer(
             layers[index], following, jnp.int32(index), stream, inputs, kv_cache,
             jnp.int32(index * pages_a_layer), jnp.int32(config.sliding_windows[index]),
-            config=config, decode=decode,
+            config=config, decode=decode, max_queries=max_queries,
         )  # fmt: skip
         streams.append(stream.residual[:tokens])
     hidden = rms_norm(streams[-1], params["final_norm"]["weight"], config.norm_eps)

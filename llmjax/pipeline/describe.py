@@ -64,7 +64,7 @@ def explain(key: str) -> Explanation:
         section: type[Section] = kind.section
         if len(path) == 1:
             doc = _first_line(section)
-            takes = ", ".join(wanted.gives for wanted in kind.inputs) or "nothing"
+            takes = ", ".join(dict.fromkeys(wanted.gives for wanted in kind.inputs)) or "nothing"
             return Explanation(path[0], f"stage; takes {takes}, gives {kind.gives}", "none", doc, _children(section))
         done, rest = [path[0]], path[1:]
     else:

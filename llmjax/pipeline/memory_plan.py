@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmjax.pipeline.loading import Pipeline
 from llmjax.pipeline.planning import plan
+from llmjax.pipeline.stages.engine import DRAFT
 
 if TYPE_CHECKING:
     from llmjax.engine.memory import DeviceMemory, MemoryPlan
@@ -43,17 +44,19 @@ def memory_plan(pipeline: Pipeline) -> list[EngineMemory]:
     engines = [stage.name for stage in planned.stages if stage.kind == "engine" and stage.action in ("run", "reuse")]
     device, plans = device_memory(), []
     for name in engines:
-        model = _model_behind(pipeline, name)
-        made = _plan_engine(configs[name], _model_shape(configs[model]), device)
+        model = _model_behind(pipeline, pipeline.stage(name).inputs["model"])
+        drafting = pipeline.stage(name).inputs.get(DRAFT)
+        draft = None if drafting is None else _model_shape(configs[_model_behind(pipeline, drafting)])
+        made = _plan_engine(configs[name], _model_shape(configs[model]), draft, device)
         plans.append(EngineMemory(name, model, made))
         if device is not None:
             device = dataclasses.replace(device, in_use=made.held)
     return plans
 
 
-def _model_behind(pipeline: Pipeline, engine: str) -> str:
-    """The model stage that an engine's model comes from, through whatever stages lie between."""
-    name = pipeline.stage(engine).inputs["model"]
+def _model_behind(pipeline: Pipeline, stage: str) -> str:
+    """The model stage that a stage's model comes from, through whatever stages lie between."""
+    name = stage
     while pipeline.stage(name).kind.name != "model":
         inputs = pipeline.stage(name).inputs
         name = inputs.get("model") or inputs["candidate"]
@@ -71,16 +74,17 @@ def _model_shape(section: Any) -> Any:
     return describe(path=source.path, package=source.package, random=random)["config"].replace(dtype=dtype)
 
 
-def _plan_engine(section: Any, shape: Any, device: DeviceMemory | None) -> MemoryPlan:
+def _plan_engine(section: Any, shape: Any, draft: Any, device: DeviceMemory | None) -> MemoryPlan:
     from llmjax.engine.backend import is_gpu
-    from llmjax.engine.compile_programs import Shapes
+    from llmjax.engine.compile_programs import DraftShapes, Shapes
     from llmjax.engine.memory import measure_temporaries, plan_memory
     from llmjax.model.checkpoint.load import param_structs
     from llmjax.model.registry import get_model
 
     config = section.engine_config().resolved(gpu=is_gpu(), model_max_context=shape.max_positions)
     model, params = get_model(shape.family), param_structs(shape)
-    made = plan_memory(model, shape, params, config, device, store=None)
+    drafts = None if draft is None else DraftShapes(draft, param_structs(draft))
+    made = plan_memory(model, shape, params, config, device, store=None, draft=drafts)
     if made.temporaries is None and device is not None:  # the pool does not depend on them, but whether all of it fits does
-        made = made.with_temporaries(*measure_temporaries(model, Shapes(shape, params, config, made.num_pages), None))
+        made = made.with_temporaries(*measure_temporaries(model, Shapes(shape, params, config, made.num_pages, drafts), None))
     return made

@@ -9,6 +9,7 @@ from typing import Protocol
 from llmjax.scheduling.lane_config import LaneConfig
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.request import Request
+from llmjax.scheduling.speculation_config import SpeculationConfig
 
 IDLE_SHARE = 1 / 8
 """Row steps of a K-step launch that may lie idle behind rows at their limit while requests wait."""
@@ -63,6 +64,23 @@ class SchedulerConfig(Protocol):
     @property
     def max_wait(self) -> float:
         """Seconds after which a lane that nobody was taken from is next."""
+
+    @property
+    def speculative(self) -> SpeculationConfig | None:
+        """How tokens are drafted; None: not at all."""
+
+
+def drafts_apart(request: Request, config: SpeculationConfig) -> int | None:
+    """How many tokens a request of a deterministic engine drafts: as many as it may, by what is so of it whatever runs beside it.
+    None: that is known only when what is in flight has been read."""
+    longest, known = config.max_length, request.num_tokens - 1
+    if request.stepwise or (longest is not None and known >= longest):
+        return 0
+    at_most = request.num_computed_tokens  # more than it may turn out to be
+    unsure = request.num_left <= config.tokens or (longest is not None and at_most >= longest)
+    if request.num_in_flight and unsure:
+        return None
+    return min(config.tokens, request.num_left - 1)
 
 
 def reserves_full_length(config: SchedulerConfig) -> bool:

@@ -51,6 +51,7 @@ class PrefixCache:
         self._pool = pool
         self._chunk = chunk
         self._align = math.lcm(chunk or 1, pool.page_size) // pool.page_size  # pages
+        self._unseen: set[int] = set()  # named pages that a draft model has not computed to the end
         self.query_tokens = 0
         self.hit_tokens = 0
 
@@ -69,6 +70,8 @@ class PrefixCache:
         request.pages = pages
         request.commit_at = (len(pages) + 1) * self._pool.page_size
         request.num_computed_tokens = len(pages) * self._pool.page_size
+        seen = next((index for index, page in enumerate(pages) if page in self._unseen), len(pages))
+        request.num_drafted = seen * self._pool.page_size
         if request.num_preemptions == 0 and not request.scores_prompt:
             request.num_cached_tokens = request.num_computed_tokens
             self.query_tokens += request.num_prompt_tokens
@@ -85,8 +88,14 @@ class PrefixCache:
         full = end // size
         keys = self._keys(request, full)
         for index in range(request.commit_at // size - 1, full):
-            self._pool.commit(request.pages[index], keys[index])
+            page = request.pages[index]
+            self._pool.commit(page, keys[index])
+            (self._unseen.discard if request.num_drafted >= (index + 1) * size else self._unseen.add)(page)
         request.commit_at = (full + 1) * size
+
+    def drafted(self, request: Request) -> None:
+        """A draft model computes tokens of a request that it had not seen: nobody who finds their pages need ask for it again."""
+        self._unseen.difference_update(request.pages[: request.num_drafted // self._pool.page_size])
 
     def forget_all(self, running: Iterable[Request]) -> None:
         """Nothing computed so far is found any more, nor what `running` requests go on to make of it."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from llmjax.sampling_params import SamplingParams
 from llmjax.scheduling.finish_reason import FinishReason
+from llmjax.scheduling.request_speculation import RequestSpeculation
 
 
 class RequestState(enum.Enum):
@@ -47,9 +48,10 @@ class Request:
         output_ids: new tokens read back so far.
         num_prefill_tokens: tokens the host knew when it admitted the request (prompt, and output after a preemption). Positions
             from here on are sampled on the device: the request decodes once `num_computed_tokens` has reached this.
-        num_computed_tokens: tokens whose K and V are in the cache once all dispatched launches have run.
+        num_computed_tokens: tokens whose K and V are in the cache once all dispatched launches have run; the most that it can be
+            while launches with drafts are in flight.
         num_once_computed: the most of these that there were before a preemption.
-        num_in_flight: tokens dispatched to be sampled whose values the host has not read yet.
+        num_in_flight: tokens dispatched to be sampled whose values the host has not read yet, at most.
         num_left: new tokens that may still be dispatched: `limit` less those read and those in flight. The scheduler's.
         row: index in the device batch while running, else -1.
         pages: page ids in order of position, held by this request; the first ones may be held by others too, to be read.
@@ -61,7 +63,12 @@ class Request:
         epoch: grows at each preemption. The scheduler preempts only when no launch is in flight, so that a result always meets
             the epoch it was dispatched in.
         num_chunks: launches that computed known tokens of it.
-        num_steps: decode steps launched for it.
+        num_steps: decode steps launched for it; a launch with drafts is one.
+        num_drafted: leading tokens whose keys and values the draft model has, once all dispatched launches have run; plain steps
+            leave it behind. As far as launches in flight may give less than they promised it is, as `num_computed_tokens`, too
+            high by that much.
+        prompt_class: what sort of text the prompt is ("code", "json", ...): requests of a class are expected to draft alike.
+        speculation: how its drafts fare, None before it could draft. `Speculation`'s.
         ending_ids: every token id that ends the output, as a set (the device and `Scheduler.update` both decide by this).
         stepwise: the host must know each token before the next one is launched, because it decides what that may be.
     """
@@ -98,6 +105,9 @@ class Request:
     epoch: int = 0
     num_chunks: int = 0
     num_steps: int = 0
+    num_drafted: int = 0
+    prompt_class: str = "tokens"
+    speculation: RequestSpeculation | None = None
     ending_ids: frozenset[int] = dataclasses.field(init=False)
     stepwise: bool = dataclasses.field(init=False)
 
@@ -144,16 +154,19 @@ class ScheduledRow:
 
     Attributes:
         request, row, epoch: who, in which device row, and the request's epoch at dispatch.
-        start: position (0-based) of the first token computed.
-        num_tokens: tokens computed (in a decode launch: steps at most, one token a step).
+        start: position (0-based) of the first token computed; of a row that decodes the highest that it can be while launches
+            with drafts are in flight.
+        num_tokens: tokens computed (in a decode launch: steps at most, one token a step; with drafts: `samples`).
         token_ids: the known tokens at positions start.., `num_tokens` of them; empty for a row that decodes, whose token the
             device has.
-        samples: tokens sampled at most: 0 for a chunk that does not reach the last known token, else 1 (extend) or
-            steps (decode).
+        samples: tokens sampled at most: 0 for a chunk that does not reach the last known token, else 1 (extend), steps (decode),
+            or drafts and one more (speculate).
         is_new: the device must reset this row (settings, page table, counts) before the launch. Tokens before `start` are in
             the pages it was given.
         new_pages: (index in the row's page table, page id) appended by this launch; all pages of a new row.
         wants_prompt_logprobs: score the chunk's tokens in this launch.
+        drafts: of a speculate launch: drafts that the row may have.
+        catch_up: positions from the first up to the second that the draft model is to compute before the launch.
     """
 
     request: Request
@@ -166,26 +179,33 @@ class ScheduledRow:
     is_new: bool = False
     new_pages: Sequence[tuple[int, int]] = ()
     wants_prompt_logprobs: bool = False
+    drafts: int = 0
+    catch_up: tuple[int, int] = (0, 0)
+
+
+LaunchKind = Literal["extend", "decode", "speculate"]
 
 
 @dataclasses.dataclass
 class ScheduledBatch:
-    """One launch. `kind` is "extend" (ragged chunks; decoding rows join with one token) or "decode" (`num_steps` steps a row).
+    """One launch. `kind` is "extend" (ragged chunks; decoding rows join with one token), "decode" (`num_steps` steps a row) or
+    "speculate" (rows that decode take as many of `draft_length` drafts as are right, and one token more).
     `preempted` lost their rows so that it could be made.
     `dirty_pages` may hold NaN and must be zeroed before the launch: a row that ended with an error wrote to them.
     """
 
     step_id: int
-    kind: Literal["extend", "decode"]
+    kind: LaunchKind
     num_steps: int
     rows: list[ScheduledRow]
     preempted: Sequence[Request] = ()
     dirty_pages: Sequence[int] = ()
+    draft_length: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed at most (one step of a decode launch)."""
-        return sum(row.num_tokens for row in self.rows) if self.kind == "extend" else len(self.rows)
+        return len(self.rows) if self.kind == "decode" else sum(row.num_tokens for row in self.rows)
 
 
 @dataclasses.dataclass
@@ -221,6 +241,7 @@ class StepOutput:
             chunk in the middle of a prompt, by the logits after its last token.
         top: alternatives, present when a row asked for logprobs.
         prompt_scores: present when a row asked for prompt logprobs; packed like the launch's tokens.
+        proposed, accepted: int32 [rows] of a speculate launch: drafts that each row had, and took.
     """
 
     batch: ScheduledBatch
@@ -230,6 +251,8 @@ class StepOutput:
     finite: np.ndarray
     top: TopLogprobs | None = None
     prompt_scores: PromptScores | None = None
+    proposed: np.ndarray | None = None
+    accepted: np.ndarray | None = None
 
     @property
     def every_finite(self) -> bool:

@@ -39,13 +39,13 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal
 
 from llmjax.errors import RequestError
 from llmjax.scheduling.admission import Admission
 from llmjax.scheduling.finish_reason import FinishReason
 from llmjax.scheduling.held_pages import HeldPages
 from llmjax.scheduling.lanes import Lanes
+from llmjax.scheduling.launch_rows import LaunchRows, note_joined, take_back
 from llmjax.scheduling.pace import Pace
 from llmjax.scheduling.page_map import PageUse
 from llmjax.scheduling.page_pool import PagePool
@@ -53,20 +53,22 @@ from llmjax.scheduling.policy import (
     SchedulerConfig,
     can_idle,
     choose_victim,
+    drafts_apart,
     has_work_and_pages,
     reserves_full_length,
     takes_turns_alone,
 )
 from llmjax.scheduling.prefix_cache import PrefixCache
-from llmjax.scheduling.request import Request, RequestState, ScheduledBatch, ScheduledRow, StepOutput
+from llmjax.scheduling.request import LaunchKind, Request, RequestState, ScheduledBatch, ScheduledRow, StepOutput
 from llmjax.scheduling.results import RequestUpdate, read_tokens
+from llmjax.scheduling.speculation import Drafting, Speculation
 
 
 class Scheduler:
     """Continuous batching, decided anew for every launch."""
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool) -> None:
-        """The scheduler is the only one to take pages from `pool`."""
+    def __init__(self, config: SchedulerConfig, pool: PagePool, speculation: Speculation | None = None) -> None:
+        """The scheduler is the only one to take pages from `pool`. `speculation` decides who drafts; None: nobody."""
         assert 1 <= config.max_sequences <= config.max_tokens_per_step, "a launch must hold one token of every row"
         self._config = config
         self._pool = pool
@@ -76,8 +78,11 @@ class Scheduler:
         self._free_rows = list(range(config.max_sequences))  # a heap: the lowest row first, so that few rows mean a small bucket
         self._in_flight: deque[ScheduledBatch] = deque()  # dispatched, result not read; oldest first
         self._next_step_id = 0
-        self._last_kind: Literal["extend", "decode"] = "decode"
+        self._last_kind: LaunchKind = "decode"
         self._pages = HeldPages(pool)
+        self._rows = LaunchRows(pool, self._pages, prefill_chunk=config.prefill_chunk)
+        self._speculation, self._speculative = speculation, config.speculative
+        assert (speculation is None) == (self._speculative is None)
         self._prefixes: PrefixCache | None = None
         if config.prefix_cache:
             chunk = min(config.prefill_chunk, config.max_tokens_per_step) if config.deterministic else None
@@ -196,12 +201,17 @@ class Scheduler:
 
         if self._in_flight and decoding and takes_turns_alone(self._running) and self._next(now) is None:
             return None  # read first, and launch all together
+        if (drafting := self._plan_drafts(decoding, prefilling, now)) is not None:
+            self._pace.launched(1, now)
+            return self._speculate(decoding, drafting, preempted)
         # Rows that decode always get their token: a long prompt must not stop a running answer.
         num_steps = 1 if prefilling else self._choose_num_steps(decoding, missing, now, closed)
-        rows = self._dispatch_decoding(decoding, num_steps)
+        rows = self._rows.decode(decoding, num_steps, self._next_step_id)
         if num_steps == 1:
             rows += self._dispatch_prompts(prefilling, self._config.max_tokens_per_step - len(rows), now, admit=not preempted)
-        kind: Literal["extend", "decode"] = "decode" if len(rows) == len(decoding) else "extend"
+        kind: LaunchKind = "decode" if len(rows) == len(decoding) else "extend"
+        if kind == "extend":
+            note_joined(rows[: len(decoding)])
         if rows:
             self._pace.launched(num_steps if kind == "decode" else 0, now)
         return self._launch(kind, num_steps, rows, preempted)
@@ -212,11 +222,11 @@ class Scheduler:
         left = self._admission.shares(prefilling, self._running, len(self._free_rows) if admit else 0, budget, now)
         for request in prefilling:
             if left[request.lane] > 0:
-                rows.append(self._dispatch_chunk(request, left[request.lane]))
+                rows.append(self._rows.chunk(request, left[request.lane], self._next_step_id))
                 left[request.lane] -= rows[-1].num_tokens
         while admit and any(left) and (new := self._next(now, left)) is not None:
             self._admit(new, now)
-            rows.append(self._dispatch_chunk(new, left[new.lane], is_new=True))
+            rows.append(self._rows.chunk(new, left[new.lane], self._next_step_id, is_new=True))
             left[new.lane] -= rows[-1].num_tokens
         return rows
 
@@ -226,24 +236,57 @@ class Scheduler:
         Every launch of a request depends on the request alone: chunks begin at multiples of the chunk size, and decode
         launches are always K steps. Nothing is preempted, because whoever is admitted finds the pages of its full length.
         """
-        if not decoding or self._last_kind == "decode":
+        if not decoding or self._last_kind != "extend":
             whole = self._config.max_tokens_per_step
             new = self._next(now)
             if prompts := [*prefilling, *([new] if new is not None else [])]:
                 request = self._lanes.next_chunk(prompts)
                 if request is new:
                     self._admit(request, now)
-                return self._launch("extend", 1, [self._dispatch_chunk(request, whole, is_new=request is new)])
+                chunk = self._rows.chunk(request, whole, self._next_step_id, is_new=request is new)
+                return self._launch("extend", 1, [chunk])
+        if self._speculative is not None:
+            drafts = {request: drafts_apart(request, self._speculative) for request in decoding}
+            known = {request: count for request, count in drafts.items() if count is not None}
+            return self._speculate(list(known), Drafting(self._speculative.tokens, list(known.values())))
         steps = self._config.decode_steps
-        return self._launch("decode", steps, self._dispatch_decoding(decoding, steps))
+        return self._launch("decode", steps, self._rows.decode(decoding, steps, self._next_step_id))
+
+    def _plan_drafts(self, decoding: Sequence[Request], prefilling: Sequence[Request], now: float) -> Drafting | None:
+        """Who drafts in this launch; None: nobody, or it is to compute prompts, or there are no pages for all that may come."""
+        if self._speculation is None or not decoding or prefilling or self._next(now) is not None:
+            return None
+        drafting = self._speculation.plan(decoding)
+        if drafting is None or self._rows.pages_missing(decoding, drafting.drafts) > self._pool.num_free:
+            return None
+        return drafting
+
+    def _speculate(
+        self, decoding: Sequence[Request], drafting: Drafting, preempted: Sequence[Request] = ()
+    ) -> ScheduledBatch | None:
+        assert self._speculative is not None
+        fills = self._speculative.method == "draft"
+        rows = self._rows.speculate(decoding, drafting.drafts, self._next_step_id, fills=fills)
+        for row in rows:
+            if self._prefixes is not None and row.catch_up != (0, 0):
+                self._prefixes.drafted(row.request)
+        return self._launch("speculate", 1, rows, preempted, draft_length=drafting.length)
 
     def _launch(
-        self, kind: Literal["extend", "decode"], num_steps: int, rows: list[ScheduledRow], preempted: Sequence[Request] = ()
+        self,
+        kind: LaunchKind,
+        num_steps: int,
+        rows: list[ScheduledRow],
+        preempted: Sequence[Request] = (),
+        *,
+        draft_length: int = 0,
     ) -> ScheduledBatch | None:
         if not rows:
             assert self._in_flight or not self._requests, "nothing can run, and nothing will change that"
             return None
-        batch = ScheduledBatch(self._next_step_id, kind, num_steps, rows, preempted, dirty_pages=self._pool.take_dirty())
+        batch = ScheduledBatch(
+            self._next_step_id, kind, num_steps, rows, preempted, dirty_pages=self._pool.take_dirty(), draft_length=draft_length
+        )
         self._next_step_id += 1
         self._last_kind = kind
         self._in_flight.append(batch)
@@ -274,6 +317,8 @@ class Scheduler:
         steps = self._config.decode_steps
         if steps == 1 or not decoding or any(request.stepwise for request in self._running):
             return 1
+        if any(batch.kind == "speculate" for batch in self._in_flight) and any(r.num_left < steps for r in decoding):
+            return 1  # a row may have more tokens left than the host knows of, and would take them
         if not closed and self._free_rows and self._pace.hurries(steps, now):
             return 1
         if len(self._lanes):
@@ -302,54 +347,10 @@ class Scheduler:
         self._leave(request)
         request.state = RequestState.PREEMPTED
         request.num_once_computed = max(request.num_once_computed, request.num_computed_tokens)
-        request.num_prefill_tokens = request.num_computed_tokens = 0
+        request.num_prefill_tokens = request.num_computed_tokens = request.num_drafted = 0
         request.num_preemptions += 1
         request.epoch += 1
         self._lanes.push_front(request, now)
-
-    def _dispatch_decoding(self, decoding: Sequence[Request], num_steps: int) -> list[ScheduledRow]:
-        """One launch of `num_steps` steps for rows that decode: takes the pages, and counts their tokens as promised."""
-        pool, step_id = self._pool, self._next_step_id
-        rows = []
-        for request in decoding:
-            samples = 1 if request.stepwise else min(num_steps, request.num_left)
-            start = request.num_computed_tokens
-            end = start + samples
-            new_pages: Sequence[tuple[int, int]] = ()
-            if end > pool.page_size * len(request.pages):
-                new_pages = self._pages.take(request, end, step_id)
-            request.num_computed_tokens = end
-            request.num_in_flight += samples
-            request.num_left -= samples
-            request.num_steps += samples
-            request.last_step = step_id
-            rows.append(ScheduledRow(request, request.row, request.epoch, start, samples, (), samples, False, new_pages))
-        return rows
-
-    def _dispatch_chunk(self, request: Request, budget: int, is_new: bool = False) -> ScheduledRow:
-        """At most `budget` known tokens of one request: takes all its pages, and counts the tokens as computed."""
-        start = request.num_computed_tokens
-        end = min(request.num_prefill_tokens, start + min(self._config.prefill_chunk, budget))
-        # A chunk samples when it reaches the last known token, unless only prompt logprobs were asked for.
-        samples = int(end == request.num_prefill_tokens and request.num_left > 0)
-        row = ScheduledRow(
-            request=request,
-            row=request.row,
-            epoch=request.epoch,
-            start=start,
-            num_tokens=end - start,
-            token_ids=request.known_ids(start, end),
-            samples=samples,
-            is_new=is_new,
-            new_pages=self._pages.take(request, request.num_prefill_tokens, self._next_step_id, all_new=is_new),
-            wants_prompt_logprobs=request.scores_prompt and start < request.num_prompt_tokens,
-        )
-        request.num_computed_tokens = end
-        request.num_in_flight += samples
-        request.num_left -= samples
-        request.num_chunks += 1
-        request.last_step = self._next_step_id
-        return row
 
     # What came back
 
@@ -363,7 +364,7 @@ class Scheduler:
         assert output.batch is batch, "results must be read in the order of the launches"
         updates = []
         every_finite = output.every_finite
-        prefixes, decoded = self._prefixes, batch.kind == "decode"
+        prefixes, decoded = self._prefixes, batch.kind != "extend"
         for column, (row, sampled) in enumerate(zip(batch.rows, output.token_lists, strict=True)):
             request = row.request
             if request.state is RequestState.FINISHED:
@@ -374,6 +375,8 @@ class Scheduler:
             samples = row.samples
             request.num_in_flight -= samples  # what was promised: a row that ended on the device gave less
             tokens = sampled[:samples]
+            if batch.kind == "speculate":
+                tokens = self._read_drafts(output, column, tokens)
             reason: FinishReason | None = None
             if every_finite and request.ending_ids.isdisjoint(tokens):
                 assert not tokens or tokens[-1] >= 0, "the device ended a row that the host's rules let go on"
@@ -386,8 +389,11 @@ class Scheduler:
                 # With limit 0 only the prompt's logprobs were asked for: done when the prompt is.
                 done = samples > 0 or row.start + row.num_tokens == request.num_prompt_tokens
                 reason = "length" if done else None
+            if reason is None and len(tokens) < samples:
+                take_back(request, samples - len(tokens))
             if prefixes is not None and reason != "error":
-                end = row.start + (len(tokens) if decoded else row.num_tokens)
+                # Of a row that decodes the last token is known but not computed; where it began may not have been known.
+                end = row.start + row.num_tokens if row.token_ids else request.num_tokens - 1
                 if end >= request.commit_at:
                     prefixes.commit(request, row.start, end, decoded=decoded)
             if reason is not None:
@@ -396,9 +402,25 @@ class Scheduler:
         self._pages.release_until(batch.step_id)
         return updates
 
+    def _read_drafts(self, output: StepOutput, column: int, tokens: list[int]) -> list[int]:
+        """What a row of a speculate launch has given: its tokens in front of the places that it did not reach, and one such place
+        where its logits were not finite."""
+        assert self._speculation is not None
+        assert output.proposed is not None
+        assert output.accepted is not None
+        row = output.batch.rows[column]
+        if row.drafts:
+            self._speculation.observe(row.request, int(output.proposed[column]), int(output.accepted[column]))
+        given = tokens.index(-1) if -1 in tokens else len(tokens)
+        ends = not output.finite[:, column].all()
+        assert given or ends, "the device ended a row that the host's rules let go on"
+        return tokens[: given + ends]
+
     def _end(self, request: Request, reason: FinishReason) -> None:
         """Finish a waiting or running request; what is in flight for it no longer counts."""
         del self._requests[request.request_id]
+        if self._speculation is not None:
+            self._speculation.ended(request)
         if reason == "error":
             self._pages.condemn(request)
         if request.state is RequestState.RUNNING:

@@ -30,7 +30,7 @@ class Window:
         Returns:
             `output_rate` and `prompt_rate` (tokens a second, over the last seconds), `first` and `between` (seconds to the first
             token, and from token to token: `p50`, `p95`, `p99` of the last minute), `hit_rate` (of the prefix cache, 0 to 1,
-            over the last minute).
+            over the last minute), `accepted` (of the drafted tokens, 0 to 1) and `round_tokens` (of a round of drafts), likewise.
         """
         kept = self._snapshots
         if kept and now["started"] != kept[-1]["started"]:
@@ -47,7 +47,15 @@ class Window:
             "first": _percentiles(oldest["times"]["first"], now["times"]["first"]),
             "between": _percentiles(oldest["times"]["between"], now["times"]["between"]),
             "hit_rate": (now["prompt_tokens_cached"] - oldest["prompt_tokens_cached"]) / queried if queried > 0 else None,
+            **_drafts(oldest.get("speculation"), now.get("speculation")),
         }
+
+
+def _drafts(before: Snapshot | None, now: Snapshot | None) -> dict[str, float | None]:
+    if before is None or now is None:
+        return {"accepted": None, "round_tokens": None}
+    rounds, drafted, accepted = (now[name] - before[name] for name in ("rounds", "drafted", "accepted"))
+    return {"accepted": accepted / drafted if drafted else None, "round_tokens": 1 + accepted / rounds if rounds else None}
 
 
 def bars(counts: Sequence[int]) -> list[tuple[int, int]]:

@@ -23,6 +23,8 @@ def answer_fields(request: ApiRequest, outputs: Collection[RequestOutput], *, pr
         "finish_reasons": [choice.finish_reason for choice in choices],
         "preemptions": sum(output.num_preemptions for output in outputs),
     }
+    if drafted := [output.speculation for output in outputs if output.speculation is not None]:
+        fields |= {"drafted_tokens": sum(one.drafted for one in drafted), "accepted_tokens": sum(one.accepted for one in drafted)}
     slowest = max((o.timings for o in outputs if o.timings is not None), key=lambda timings: timings.total_ns, default=None)
     if slowest is not None:
         fields |= {f"{segment}_s": round(slowest.seconds(segment), 6) for segment in SEGMENTS}
@@ -40,6 +42,8 @@ def line(fields: Mapping[str, Any]) -> str:
     if "output_tokens" in fields:
         text += ", {prompt_tokens} + {output_tokens} tokens ({cached_tokens} cached)".format(**fields)
         text += f", {' '.join(dict.fromkeys(reason or 'unfinished' for reason in fields['finish_reasons'])) or 'unfinished'}"
+        if "drafted_tokens" in fields:
+            text += ", {accepted_tokens} of {drafted_tokens} drafted tokens accepted".format(**fields)
         if "first_token_s" in fields:
             text += ", first token {first_token_s:.3f} s".format(**fields)
     return text

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from llmjax.telemetry.histogram import SECONDS, SHOWN_SECONDS, SIZES, Histogram
 from llmjax.telemetry.reading import EngineReading
+from llmjax.telemetry.speculation_series import speculation_series
 from llmjax.telemetry.timings import SEGMENTS, Timings
 
 PREFIX = "llmjax:"
@@ -262,6 +263,8 @@ def _state(now: EngineReading, names: Sequence[str], values: Sequence[str]) -> I
     yield counter(
         "compiles_after_ready", "Programs that a launch had to compile; there should be none.", now.compiles_after_ready
     )
+    if now.speculation is not None:
+        yield from speculation_series(PREFIX, now.speculation, names, values)
 
 
 def _bound_text(bound: float) -> str:

@@ -3,7 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationReading:
+    """Speculative decoding at one moment: counters since the engine was made, and how it goes.
+
+    Attributes:
+        rounds: of all choices; a launch with drafts counts for each choice that had some. drafted, accepted: tokens.
+        accepted_at: rounds in which the first, second, ... draft was accepted.
+        switches: ("off" or "on", reason, how often).
+        off: why nobody drafts at present, None while it is done where it pays.
+        acceptance: share of the drafts tested lately that were accepted, 0 to 1, None before the first.
+        by_lane, by_class: the same by lane, and by class of the prompt.
+    """
+
+    rounds: int
+    drafted: int
+    accepted: int
+    accepted_at: Sequence[int]
+    switches: Sequence[tuple[str, str, int]]
+    off: str | None
+    acceptance: float | None
+    by_lane: Mapping[str, float]
+    by_class: Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +51,7 @@ class EngineReading:
         corrupted: prompts whose logits were not finite.
         compiles_after_ready: programs that were compiled by a launch; there should be none.
         config: what was configured, for people.
+        speculation: of speculative decoding; None where it is off.
     """
 
     running: Mapping[str, int]
@@ -47,6 +72,7 @@ class EngineReading:
     corrupted: int
     compiles_after_ready: int
     config: Mapping[str, str]
+    speculation: SpeculationReading | None = None
 
     @property
     def prompt_tokens_first_computed(self) -> int:

@@ -12,6 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted_model import Scripted
 from served import Served
 
+from llmjax.telemetry.reading import SpeculationReading
+from llmjax.telemetry.speculation_series import speculation_series
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
@@ -25,6 +28,13 @@ def labels() -> dict[str, set[str]]:
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     served.engine.stop()
+    speculation = SpeculationReading(
+        rounds=1, drafted=3, accepted=1, accepted_at=[1, 0, 0], switches=[("off", "cost", 1)], off="cost", acceptance=0.5,
+        by_lane={"all": 0.5}, by_class={"code": 0.5},
+    )  # fmt: skip
+    for family in speculation_series("llmjax:", speculation, ["model_name"], ["a"]):  # an engine that drafts has these too
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
     return found
 
 

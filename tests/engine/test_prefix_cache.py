@@ -15,7 +15,7 @@ import pytest
 from scripted_model import Scripted
 from tiny_models import CONFIGS, naive_greedy, random_params
 
-from llmjax.engine import runner as runner_module
+from llmjax.engine import launch_pack
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.engine import Engine
 from llmjax.engine.outputs import RequestOutput
@@ -216,10 +216,10 @@ def test_a_mixture_with_penalties_choices_salts_and_preemption_equals_the_engine
     assert cached > 0
 
 
-@pytest.mark.parametrize("a_call", [3, runner_module.SEEN_A_RESET])
+@pytest.mark.parametrize("a_call", [3, launch_pack.SEEN_A_RESET])
 def test_tokens_that_are_found_count_for_penalties(a_call: int, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device's counts are those of a prompt that was computed; also when they take several calls."""
-    monkeypatch.setattr(runner_module, "SEEN_A_RESET", a_call)
+    monkeypatch.setattr(launch_pack, "SEEN_A_RESET", a_call)
     prompt = [*ids(30), *([7] * 9), *ids(1)]
     sampling = dataclasses.replace(GREEDY, frequency_penalty=1.5, repetition_penalty=1.2, max_tokens=4)
     counts = []

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from llmjax.errors import QueueFullError
 from llmjax.scheduling.lane_config import FIFO, LaneConfig
+from llmjax.scheduling.speculation_config import SpeculationConfig
 
 LANES = (
     FIFO,
@@ -36,10 +37,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         lanes=st.sampled_from(LANES),
         max_wait=st.sampled_from([0.0, 3.0, 100.0]),
         prefix_cache=st.booleans(),
+        drafts=st.sampled_from([0, 0, 1, 3, 8]),
+        method=st.sampled_from(["ngram", "draft"]),
+        seed=st.integers(0, 2**20),
     )
     def start(
         self, page_size, longest_pages, spare, max_sequences, extra_budget, chunk, decode_steps, deterministic, lanes, max_wait,
-        prefix_cache,
+        prefix_cache, drafts, method, seed,
     ):  # fmt: skip
         self.longest = longest_pages * page_size
         self.sim = Simulation(
@@ -53,6 +57,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             lanes=lanes,
             max_wait=max_wait,
             prefix_cache=prefix_cache,
+            speculative=SpeculationConfig(method=method, tokens=drafts) if drafts else None,
+            seed=seed,
         )
 
     def live(self):

@@ -236,6 +236,21 @@ def test_rates_are_of_the_last_seconds_and_percentiles_of_the_last_minute() -> N
     assert 0.089 < found["between"]["p50"] < 0.101, "what was before the last minute is forgotten"
 
 
+def test_drafts_are_those_of_the_last_minute() -> None:
+    window, found = Window(), {}
+    for second in range(100):
+        drafts = {
+            "rounds": 10 * second,
+            "drafted": 30 * second,
+            "accepted": 10 * second + (10 * second - 500 if second > 50 else 0),
+        }
+        found = window.add(snapshot(second, second) | {"speculation": drafts})
+    assert found["accepted"] == pytest.approx((1480 - 390) / (2970 - 1170))  # of second 99 and second 39
+    assert found["round_tokens"] == pytest.approx(1 + (1480 - 390) / (990 - 390))
+    assert window.add(snapshot(100, 100) | {"speculation": None})["accepted"] is None
+    assert Window().add(snapshot(0, 0) | {"speculation": drafts})["round_tokens"] is None
+
+
 def test_points_of_long_ago_are_no_history(served: Served) -> None:
     feed, now = DashboardFeed(served.app.state.service), time.time()
     feed._history.extend([[now - 400, 1.0], [now - 10, 2.0]])

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmjax.telemetry.metrics import ANY_LANE, EngineMetrics
-from llmjax.telemetry.reading import EngineReading
+from llmjax.telemetry.reading import EngineReading, SpeculationReading
 from llmjax.telemetry.timings import SEGMENTS, RequestTimeline, Timings
 
 MS = 1_000_000
@@ -143,3 +143,27 @@ def test_two_engines_do_not_share_numbers() -> None:
     one, other = EngineMetrics(("all",)), EngineMetrics(("all",))
     finish(one, "all", "stop", timings())
     assert value(other, "e2e_request_latency_seconds_count", lane="all") == 0
+
+
+def test_speculation_has_series_where_there_is_some() -> None:
+    metrics = EngineMetrics(("all",))
+    metrics.watch(lambda: READING)
+    assert value(metrics, "spec_decode_num_drafts_total") is None
+    speculation = SpeculationReading(
+        rounds=10, drafted=30, accepted=18, accepted_at=[9, 6, 3], switches=[("off", "acceptance", 2), ("on", "batch", 1)],
+        off=None, acceptance=0.75, by_lane={"all": 0.75}, by_class={"code": 0.9, "prose": 0.5},
+    )  # fmt: skip
+    metrics.watch(lambda: dataclasses.replace(READING, speculation=speculation))
+    assert value(metrics, "spec_decode_num_drafts_total") == 10
+    assert value(metrics, "spec_decode_num_draft_tokens_total") == 30
+    assert value(metrics, "spec_decode_num_accepted_tokens_total") == 18
+    places = [value(metrics, "spec_decode_num_accepted_tokens_per_pos_total", position=str(place)) for place in range(3)]
+    assert places == [9, 6, 3]
+    assert value(metrics, "spec_decode_switches_total", to="off", reason="acceptance") == 2
+    assert value(metrics, "spec_decode_active") == 1
+    assert value(metrics, "spec_decode_acceptance") == 0.75
+    assert value(metrics, "spec_decode_acceptance_by_class", prompt_class="prose") == 0.5
+    undrafted = dataclasses.replace(speculation, off="cost", acceptance=None, by_lane={}, by_class={})
+    metrics.watch(lambda: dataclasses.replace(READING, speculation=undrafted))
+    assert value(metrics, "spec_decode_active") == 0
+    assert value(metrics, "spec_decode_acceptance") is None

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from llmjax.engine.config import FIFO, EngineConfig, LaneConfig
 from llmjax.errors import ConfigError
 from llmjax.pipeline.schema import Duration, OneOrMore, Section, Share, Size, StageSection, located
+from llmjax.pipeline.speculative_section import SpeculativeSection
 from llmjax.pipeline.stages import StageContext, StageInput, StageKind
 from llmjax.pipeline.tree import KeyPath
 from llmjax.telemetry.startup import Timeline
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from llmjax.pipeline.model_source import ModelSource
 
 _DEFAULTS = EngineConfig()
+DRAFT = "speculative.draft"
 
 # EngineConfig's field -> where it is in the file; its errors name the former.
 _PLACES: Mapping[str, tuple[str, ...]] = {
@@ -35,6 +37,7 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
     "max_wait": ("queue", "max_wait"),
     "deterministic": ("deterministic",),
     "prefix_cache": ("kv_cache", "prefix_cache"),
+    **{f"speculative.{name}": ("speculative", name) for name in SpeculativeSection.model_fields},
 }
 
 
@@ -176,6 +179,9 @@ class EngineSection(StageSection):
         description="The same tokens and logprobs to the bit whatever runs beside a request and whenever it came; "
         "slower while prompts come in.",
     )
+    speculative: SpeculativeSection = Field(
+        default_factory=lambda: SpeculativeSection.model_validate({}), description="Speculative decoding; off by default."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> EngineSection:
@@ -211,6 +217,7 @@ class EngineSection(StageSection):
             compile_cache=compile_cache,
             deterministic=self.deterministic,
             prefix_cache=self.kv_cache.prefix_cache,
+            speculative=self.speculative.config(),
         )
 
 
@@ -220,7 +227,7 @@ class EngineKind(StageKind[EngineSection]):
     name = "engine"
     section = EngineSection
     gives = "engine"
-    inputs = (StageInput("model", "model"),)
+    inputs = (StageInput("model", "model"), StageInput(DRAFT, "model", implicit=False))
     live = True
 
     def check_together(self, stages: Sequence[tuple[str, EngineSection]]) -> Sequence[tuple[str, KeyPath, str]]:
@@ -236,7 +243,7 @@ class EngineKind(StageKind[EngineSection]):
     def run(self, context: StageContext[EngineSection]) -> LLM:
         """Loads the model and builds the engine: returns when it is warm."""
         config = context.config.engine_config(seed=context.runtime.seed, compile_cache=str(context.artifacts / "compile_cache"))
-        llm = build_engine(context.inputs["model"], config, context)
+        llm = build_engine(context.inputs["model"], config, context, draft=context.inputs.get(DRAFT))
         if context.trace is not None:
             from llmjax.engine.engine_trace import EngineTrace
 
@@ -249,7 +256,9 @@ class EngineKind(StageKind[EngineSection]):
         return pages | {f"{name} s": round(seconds, 2) for name, seconds in value.engine.startup.seconds().items()}
 
 
-def build_engine(reference: ModelSource, config: EngineConfig, context: StageContext[EngineSection]) -> LLM:
+def build_engine(
+    reference: ModelSource, config: EngineConfig, context: StageContext[EngineSection], draft: ModelSource | None = None
+) -> LLM:
     """The one call into the engine; imported here because it starts JAX. The process's settings come first."""
     startup, runtime = Timeline(), context.runtime
     with startup.phase("import"):
@@ -263,7 +272,9 @@ def build_engine(reference: ModelSource, config: EngineConfig, context: StageCon
         use_compile_cache(config.compile_cache)  # before loading, which compiles too
 
     loaded = reference.load(context.digests)
-    llm = LLM(loaded, engine_config=config, tokenizer=reference.tokenizer_files(loaded).open(), startup=startup)
+    drafting = None if draft is None else draft.load(context.digests)
+    tokenizer = reference.tokenizer_files(loaded).open()
+    llm = LLM(loaded, engine_config=config, tokenizer=tokenizer, draft=drafting, startup=startup)
     if reference.name is not None:
         llm.name = reference.name
     return llm

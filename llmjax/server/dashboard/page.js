@@ -145,7 +145,22 @@ function show(data) {
   ]);
   const names = { stop: "stop", length: "length", abort: "aborted", timeout: "timed out in the queue", error: "error" };
   counts("ended", Object.entries(names).map(([reason, name]) => [name, engine.finished[reason] || 0, (reason === "error" || reason === "timeout") && engine.finished[reason] > 0]));
+  showSpeculation(engine.speculation, figures);
   draw();
+}
+
+function showSpeculation(speculation, figures) {
+  $("speculation").hidden = !speculation;
+  if (!speculation) return;
+  put("speculation-state", speculation.off ? `off: ${speculation.off}` : "where it pays");
+  counts("speculation-counts", [
+    ["accepted of drafted tokens, last minute", `${short(percent(figures.accepted))} %`],
+    ["tokens a round, last minute", figures.round_tokens],
+    ["tokens drafted", speculation.drafted],
+    ...speculation.switches.map(([to, reason, count]) => [`switched ${to}, ${reason}`, count]),
+  ]);
+  const rates = [...Object.entries(speculation.by_lane).map(([lane, share]) => [`lane ${lane}`, share]), ...Object.entries(speculation.by_class)];
+  table("acceptance", rates.map(([name, share]) => [name, `${short(percent(share))} %`]), () => {}, "nothing drafted yet");
 }
 
 function draw() {
