@@ -80,7 +80,7 @@ class Shapes:
     def identity(self, key: Key) -> str:
         """Tells apart all programs that differ, those of other models too. Sizes that do not change a program are not in it."""
         sizes = (self.engine_config.max_sequences, self.engine_config.page_size, self.max_pages, self.num_pages)
-        return repr((key, sizes, self.config, self.params))
+        return repr((key, sizes, self.engine_config.kv_cache_dtype, self.config, self.params))
 
     def state(self) -> Any:
         """The device state's shapes."""
@@ -94,8 +94,8 @@ class Shapes:
 
     def cache(self) -> Any:
         """The cache's shapes."""
-        page_size = self.engine_config.page_size
-        return jax.eval_shape(functools.partial(init_cache, self.config, num_pages=self.num_pages, page_size=page_size))
+        sizes = {"num_pages": self.num_pages, "page_size": self.engine_config.page_size}
+        return jax.eval_shape(functools.partial(init_cache, self.config, **sizes, dtype=self.engine_config.kv_cache_dtype))
 
 
 def abstract(params: Any) -> Any:

@@ -19,7 +19,7 @@ from llmjax.engine.compile_programs import Key, Shapes, lower, temp_bytes
 from llmjax.engine.compile_store import ProgramStore
 from llmjax.engine.config import ResolvedConfig
 from llmjax.errors import ConfigError, OutOfMemoryError
-from llmjax.model.kv_cache import cache_bytes_per_page
+from llmjax.model.kv_cache import bytes_beside_pages, cache_bytes_per_page
 from llmjax.model.registry import Model, is_shared_decoder
 
 MIB = 2**20
@@ -45,7 +45,7 @@ class MemoryPlan:
         limit: what this process may have; None where the device does not tell.
         in_use: taken before the engine: another engine, a researcher's arrays.
         weights: the parameters.
-        state: the rows' state (token counts above all).
+        state: the rows' state (token counts above all), and what a cache has beside its pages.
         temporaries: of the largest program; None where the pool does not depend on them.
         reserve: left free for code, CUDA graphs and libraries.
         page_bytes: of one page over all layers, keys and values.
@@ -182,13 +182,13 @@ def plan_memory(
         ConfigError: `kv_cache_bytes` holds less than two pages.
         OutOfMemoryError: the rest does not leave the pool two pages, or the weights and the given pool exceed the device.
     """
-    page_bytes = cache_bytes_per_page(config, engine_config.page_size)
+    page_bytes = cache_bytes_per_page(config, engine_config.page_size, engine_config.kv_cache_dtype)
     shapes = Shapes(config, params, engine_config, 2)
     plan = MemoryPlan(
         limit=None if device is None else device.limit,
         in_use=0 if device is None else device.in_use,
         weights=tree_bytes(params),
-        state=tree_bytes(shapes.state()),
+        state=tree_bytes(shapes.state()) + bytes_beside_pages(config, engine_config.kv_cache_dtype),
         temporaries=None,
         reserve=0 if device is None else DEVICE_RESERVE_BYTES,
         page_bytes=page_bytes,

@@ -32,7 +32,7 @@ from llmjax.engine.state import (
 from llmjax.engine.step import decode_layout, extend_layout
 from llmjax.engine.token_masks import num_mask_words
 from llmjax.errors import ModelError
-from llmjax.model.kv_cache import NULL_PAGE, PAGES_A_WIPE, KVCache, init_cache
+from llmjax.model.kv_cache import NULL_PAGE, PAGES_A_WIPE, KVCache, init_cache, with_key_channels
 from llmjax.model.registry import DecoderConfig
 from llmjax.scheduling.buckets import pick
 from llmjax.scheduling.request import PromptScores, Request, ScheduledBatch, ScheduledRow, StepOutput, TopLogprobs
@@ -85,6 +85,7 @@ class ModelRunner:
         engine_config: sizes, as `EngineConfig.resolved` gives them.
         num_pages: pages a layer, the null page included.
         executables: the compiled programs (`compile_programs`) for just these sizes.
+        key_channels: of an int8 cache, if others than ones; they stay as they are when the parameters are updated.
 
     Buffers: the runner owns cache and state; every launch donates them and takes the returned ones.
     """
@@ -97,6 +98,7 @@ class ModelRunner:
         *,
         num_pages: int,
         executables: Mapping[Key, Any],
+        key_channels: jax.Array | None = None,
     ) -> None:
         self._params = params
         self._rows = engine_config.max_sequences
@@ -104,7 +106,8 @@ class ModelRunner:
         self._max_pages = -(-engine_config.max_context // engine_config.page_size)
         self.row_buckets, self.token_buckets = engine_config.row_buckets, engine_config.token_buckets
         self.num_pages = num_pages
-        self._cache: KVCache = init_cache(config, num_pages=num_pages, page_size=self._page_size)
+        cache = init_cache(config, num_pages=num_pages, page_size=self._page_size, dtype=engine_config.kv_cache_dtype)
+        self._cache: KVCache = cache if key_channels is None else with_key_channels(cache, key_channels)
         self._state = init_state(max_sequences=self._rows, max_pages=self._max_pages, vocab_size=config.vocab_size)
         self._compiles_after_ready = 0
         self._executables = executables

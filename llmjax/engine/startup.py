@@ -25,6 +25,7 @@ from llmjax.engine.memory import MIB, DeviceMemory, MemoryPlan, device_memory, p
 from llmjax.engine.runner import ModelRunner, on_device
 from llmjax.engine.self_check import check_finite, check_kernels
 from llmjax.model.checkpoint.load import PendingParams
+from llmjax.model.kv_cache import INT8
 from llmjax.model.registry import DecoderConfig, Model, is_shared_decoder
 from llmjax.telemetry.startup import Timeline
 
@@ -80,7 +81,11 @@ def start_runner(model: Model, config: DecoderConfig, params: Any, engine_config
                 pending, params = params, params.result()
             timeline.add("load weights", pending.begun, pending.ended)
         with timeline.phase("allocate"):
-            runner = ModelRunner(config, on_device(params), engine_config, num_pages=plan.num_pages, executables=executables)
+            params = on_device(params)
+            channels = _key_channels(model, config, params, engine_config)
+            runner = ModelRunner(
+                config, params, engine_config, num_pages=plan.num_pages, executables=executables, key_channels=channels
+            )
             runner.wait()
         with timeline.phase("warm up"):
             runner.warm_up()
@@ -102,6 +107,16 @@ def _given_up_on_failure(params: Any) -> Iterator[None]:
         if isinstance(params, PendingParams):
             params.give_up()
         raise
+
+
+def _key_channels(model: Model, config: DecoderConfig, params: Any, engine_config: ResolvedConfig) -> jax.Array | None:
+    """Factors of an int8 cache, where we know what the parameters mean."""
+    if engine_config.kv_cache_dtype != INT8 or not is_shared_decoder(model):
+        return None
+    from llmjax.model.key_channels import key_channels
+
+    own: Any = config  # a ModelConfig: the shared decoder has no other
+    return key_channels(params, own)
 
 
 def _memory_of_others(params: Any) -> DeviceMemory | None:
