@@ -24,7 +24,7 @@ class EngineConfig:
         max_context: tokens of prompt and output together, at most; None takes the model's, at most 8192.
         page_size: tokens a page (16, 32 or 64).
         kv_cache_dtype: what keys and values are stored as: None for the model's dtype, or "int8", with a scale for each token's
-            head: about half the bytes, at a loss that a gate would not notice (`bench/results` has figures).
+            head: about half the bytes of bfloat16.
         kv_cache_bytes: size of the page pool in bytes; None takes `kv_cache_fraction` of what the device has left.
         kv_cache_fraction: share of the memory left after weights and temporaries (only with a GPU).
         max_sequences: rows of the device batch.
