@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from int8_pages import expected, make, options
 
 from pallas_kernels.dispatch import UnsupportedShape
 from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention import paged_attention, reference
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.shapes import (
     DECODE,
     EXTEND,
@@ -21,8 +22,6 @@ from pallas_kernels.paged_attention.shapes import (
     RAGGED_EXTEND,
     VERIFY,
     Case,
-    make_biases,
-    make_inputs,
 )
 from pallas_kernels.quantized_pages import QuantizedPages, dequantize_pages
 from pallas_kernels.rope_kv_write import rope_kv_write
@@ -33,46 +32,12 @@ NAMES = ("ragged, with padding rows", "soft cap, multi-query, head dim 80", "rel
 CASES = [case for case in DECODE + EXTEND + VERIFY if case.name in NAMES]
 
 
-def quantized(cache, layers, *, channels, seed):
-    """Pages [LP, K, page, H], of which NaN is what nobody owns, rounded by NumPy in float64."""
-    factors = None
-    if channels:
-        random = np.random.default_rng(seed)
-        factors = 2.0 ** random.integers(-6, 1, (layers, cache.shape[1], cache.shape[3]))
-        cache = cache * np.repeat(factors, cache.shape[0] // layers, axis=0)[:, :, None] * 4  # large where the factors are
-    unscaled = cache if factors is None else cache / np.repeat(factors, cache.shape[0] // layers, axis=0)[:, :, None]
-    scale = np.abs(unscaled).max(axis=-1) / 127
-    with np.errstate(invalid="ignore"):
-        qvalue = np.where(np.isnan(scale)[..., None], -128, np.round(unscaled / scale[..., None])).astype(np.int8)
-    arrays = (qvalue, scale.astype(np.float32), None if factors is None else factors.astype(np.float32))
-    return QuantizedPages(*(None if array is None else jnp.asarray(array) for array in arrays))
-
-
-def make(case, *, channels=True, seed=0):
-    """Arguments of a case with its caches quantised, and the page offset of its layer."""
-    inputs, offset = make_inputs(case, seed=seed)
-    k_cache = quantized(inputs.k_cache.astype(np.float64), case.layers, channels=channels, seed=seed)
-    v_cache = quantized(inputs.v_cache.astype(np.float64), case.layers, channels=False, seed=seed)
-    return (jnp.asarray(inputs.q, case.dtype), k_cache, v_cache, *map(jnp.asarray, inputs[3:])), offset
-
-
-def options(case):
-    return {"scale": case.scale, "window": case.window, "soft_cap": case.soft_cap, **make_biases(case)}
-
-
 def run(case, args, offset, **changes):
     result = paged_attention(
         *args, page_offset=offset, decode=case.decode, max_queries=case.max_queries, **options(case), **changes
     )
     assert result.dtype == case.dtype
     return np.asarray(result, np.float64)
-
-
-def expected(case, args, offset):
-    q, k_cache, v_cache, *batch = args
-    pages = [np.asarray(dequantize_pages(cache), np.float64) for cache in (k_cache, v_cache)]
-    rows = [np.asarray(x) for x in batch]
-    return reference.paged_attention(np.asarray(q, np.float64), *pages, *rows, page_offset=offset, **options(case))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -291,9 +256,15 @@ def call(operation, k_cache, v_cache, *, decode=True, implementation=None):
     return paged_attention(new, k_cache, v_cache, *batch, **options)
 
 
-@pytest.mark.parametrize(("implementation", "decode"), [("mosaic", True), ("flash", False)])
-def test_kernels_that_cannot_read_int8_pages_say_so(implementation, decode):
-    with pytest.raises(UnsupportedShape, match="bfloat16 only, got bfloat16 queries and int8"):
+@pytest.mark.parametrize(
+    ("implementation", "decode", "message"),
+    [
+        ("mosaic", True, "head dims 64, 128, 256, got 16"),
+        ("flash", False, "bfloat16 only, got bfloat16 queries and int8 keys"),
+    ],
+)
+def test_kernels_that_cannot_read_the_pages_say_so(implementation, decode, message):
+    with pytest.raises(UnsupportedShape, match=message):
         call("attention", blank(), blank(), decode=decode, implementation=implementation)
 
 
