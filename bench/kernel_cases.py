@@ -21,6 +21,7 @@ from pallas_kernels.dispatch import Operation
 from pallas_kernels.fused_layer import FUSED_LAYER, MEETINGS, LayerParams, NextParams
 from pallas_kernels.matmul import DENSE, GATED_DENSE, RESIDUAL_DENSE
 from pallas_kernels.paged_attention import PAGED_ATTENTION
+from pallas_kernels.quantized_pages import QuantizedPages, quantize_heads
 from pallas_kernels.rope_kv_write import ROPE_KV_WRITE
 from pallas_kernels.smoke import Call
 
@@ -46,6 +47,7 @@ class Case:
         bytes: what a call must read from memory at least.
         flops: what it must multiply and add, where that takes longer than its bytes; 0 where it does not count.
         must, goal: TB/s asked for; None where only the reference is to be beaten.
+        peerless: nobody else computes it.
         query: makes what is carried from call to call from a key: the small operand [T, ...], and what a call changes in place.
         arguments: (query, data, turn, round) -> the call. `turn` is one of the group's, `round` an int32 scalar.
         carry: (query, result) -> the query of the next call.
@@ -62,6 +64,7 @@ class Case:
     flops: int = 0
     must: float | None = None
     goal: float | None = None
+    peerless: bool = False
     query: Callable[[jax.Array], Any]
     arguments: Callable[[Any, Any, Any, jax.Array], Call]
     carry: Callable[[Any, Any], Any] = lambda query, result: query
@@ -179,7 +182,8 @@ def _matmul_group(
 
 
 def attention_groups(model: str, page_sizes: Sequence[int] = PAGE_SIZES) -> Iterator[Group]:
-    """Decoding attention: the shapes asked for, the decode table's, and what else a table must know to serve all sizes."""
+    """Decoding attention: the shapes asked for, the decode table's, and what else a table must know to serve all sizes; behind
+    them the same over int8 pages."""
     asked = {(128, 2048): (3.3, 3.6), (32, 2048): (2.8, 3.2), (8, 8192): (2.8, 3.2)} if model == "llama-8b" else {}
     shapes = (
         (128, 2048), (32, 2048), (8, 8192), (32, 256), (256, 256), (1, 8192), (1, 256), (8, 256), (64, 256), (128, 256),
@@ -188,11 +192,12 @@ def attention_groups(model: str, page_sizes: Sequence[int] = PAGE_SIZES) -> Iter
     for rank, (page_size, (rows, context)) in enumerate(itertools.product(page_sizes, shapes)):
         must, goal = asked.get((rows, context), (None, None))
         first = (rows, context) == (128, 2048)  # asked for with every page size
-        yield _attention_group(model, rows, context, page_size, must, goal, 0 if first else rank)
+        yield _attention_group(model, rows, context, page_size, must, goal, 0 if first else rank, int8=False)
+        yield _attention_group(model, rows, context, page_size, None, None, len(shapes) * len(page_sizes) + rank, int8=True)
 
 
 def _attention_group(
-    model: str, rows: int, context: int, page_size: int, must: float | None, goal: float | None, rank: int
+    model: str, rows: int, context: int, page_size: int, must: float | None, goal: float | None, rank: int, *, int8: bool
 ) -> Group:
     config = preset_config(model)
     dtype = jnp.dtype(config.dtype)
@@ -200,13 +205,22 @@ def _attention_group(
     lengths = np.full(rows, context, np.int32)
     if context <= 256:
         lengths = np.linspace(context // 2 + 1, context, rows + 2)[1:-1].round().astype(np.int32)
-    size = int(lengths.sum()) * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    head = config.head_dim + 4 if int8 else config.head_dim * dtype.itemsize  # its scale, if it has one
+    size = int(lengths.sum()) * 2 * config.num_kv_heads * head
     width = -(-context // page_size)
     pages = 1 + rows * width + rows * width // 10  # the null page, and a tenth that nobody owns
     layers = max(2, -(-L2_IS_COLD // size))
     unrolled = min(layers, 16)
 
-    def data(seed: int) -> dict[str, jax.Array]:
+    @functools.partial(jax.jit, static_argnames="shape")
+    def cache(key: jax.Array, keep: jax.Array, shape: tuple[int, ...]) -> jax.Array | QuantizedPages:
+        values = jax.random.normal(key, shape, dtype)
+        if not int8:
+            return jnp.where(keep, values, jnp.nan).astype(dtype)
+        qvalue, scale = quantize_heads(values, None)
+        return QuantizedPages(jnp.where(keep, qvalue, -128).astype(jnp.int8), jnp.where(keep[..., 0], scale, jnp.nan))
+
+    def data(seed: int) -> dict[str, Any]:
         random = np.random.default_rng(seed)
         table = (1 + random.permutation(pages - 1)[: rows * width]).reshape(rows, width).astype(np.int32)
         used = np.arange(width * page_size).reshape(width, page_size) < lengths[:, None, None]
@@ -214,15 +228,14 @@ def _attention_group(
         owned[table.reshape(-1)] = used.reshape(-1, page_size)
         keep = jnp.tile(jnp.asarray(owned), (layers, 1))[:, None, :, None]
         shape = (layers * pages, config.num_kv_heads, page_size, config.head_dim)
-        k_key, v_key = jax.random.split(jax.random.key(seed))
-        k, v = (jnp.where(keep, jax.random.normal(key, shape, dtype), jnp.nan).astype(dtype) for key in (k_key, v_key))
+        k, v = (cache(key, keep, shape) for key in jax.random.split(jax.random.key(seed)))
         table[np.arange(width) * page_size >= lengths[:, None]] = 0
         return {
             "k": k, "v": v, "table": jnp.asarray(table), "lengths": jnp.asarray(lengths),
             "starts": jnp.arange(rows + 1, dtype=jnp.int32),
         }  # fmt: skip
 
-    def arguments(q: jax.Array, data: dict[str, jax.Array], turn: int, round: jax.Array, *, live: int) -> Call:
+    def arguments(q: jax.Array, data: dict[str, Any], turn: int, round: jax.Array, *, live: int) -> Call:
         layer = (round * unrolled + turn) % layers
         lengths = jnp.where(jnp.arange(rows) < live, data["lengths"], 0)
         args = (q, data["k"], data["v"], data["table"], lengths, data["starts"])
@@ -231,7 +244,7 @@ def _attention_group(
 
     def case(live: int) -> Case:
         return Case(
-            name=f"{rows} rows x {context}, page {page_size}" + (f", {live} of them" if live < rows else ""),
+            name=f"{rows} rows x {context}, page {page_size}{', int8' * int8}" + (f", {live} of them" if live < rows else ""),
             operation=PAGED_ATTENTION,
             model=model,
             rows=rows,
@@ -239,6 +252,7 @@ def _attention_group(
             bytes=size // rows * live,
             must=must if live == rows else None,
             goal=goal if live == rows else None,
+            peerless=int8,
             query=lambda key: jax.random.normal(key, (rows, config.num_heads, config.head_dim), dtype),
             arguments=functools.partial(arguments, live=live),
         )

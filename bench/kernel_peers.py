@@ -34,7 +34,7 @@ def peers(case: Case) -> Sequence[Contender]:
         return () if case.biased else (_prefill(case),)
     if case.operation in (W8A16, W8A8, INT8_DENSE):
         return _matmuls(case)
-    if case.operation is not PAGED_ATTENTION or case.flops:
+    if case.operation is not PAGED_ATTENTION or case.flops or case.peerless:
         return ()
     found = [
         Contender(label="jax triton paged", function=_triton, arguments=case.arguments, data=_heads_first),

@@ -6,7 +6,9 @@ with llmjax but the rotary frequencies, which have a test of their own.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,10 +57,14 @@ def random_params(config: ModelConfig, seed: int = 0) -> dict[str, Any]:
     return jax.tree_util.tree_map_with_path(leaf, abstract_params(config))
 
 
-def naive_logits(params: dict[str, Any], ids: list[int], config: ModelConfig) -> np.ndarray:
+Stored = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+def naive_logits(params: dict[str, Any], ids: list[int], config: ModelConfig, stored: Stored | None = None) -> np.ndarray:
     """Logits [T, V] of a whole sequence, in float64, with full score matrices.
 
-    int8 weights count as what they stand for; under the scheme w8a8 what they multiply is rounded token by token.
+    `stored` tells what a cache makes of a layer's keys and values [T, K, H]. int8 weights count as what they stand for; under the
+    scheme w8a8 what they multiply is rounded token by token.
     """
     p = _in_float64(params, rounds=config.quantization is not None and config.quantization.scheme == "w8a8")
     x = p["embed"]["weight"][ids]
@@ -73,6 +79,7 @@ def naive_logits(params: dict[str, Any], ids: list[int], config: ModelConfig) ->
             sin,
             config,
             config.sliding_windows[index],
+            None if stored is None else functools.partial(stored, index),
         )
         h = _linear(layer["mlp"]["gate_up"], _norm(x, layer["mlp_norm"]["weight"], config))
         gate, up = np.split(h, 2, axis=-1)
@@ -132,7 +139,13 @@ def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
 
 
 def _attention(
-    layer: dict[str, Any], x: np.ndarray, cos: np.ndarray, sin: np.ndarray, config: ModelConfig, window: int
+    layer: dict[str, Any],
+    x: np.ndarray,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    config: ModelConfig,
+    window: int,
+    stored: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None,
 ) -> np.ndarray:
     tokens, heads, kv_heads, dim = len(x), config.num_heads, config.num_kv_heads, config.head_dim
     q, k, v = np.split(_linear(layer["qkv"], x), [heads * dim, (heads + kv_heads) * dim], axis=-1)
@@ -140,6 +153,8 @@ def _attention(
     if config.qk_norm:
         q, k = _norm(q, layer["q_norm"]["weight"], config), _norm(k, layer["k_norm"]["weight"], config)
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    if stored is not None:
+        k, v = stored(k, v)
     out = np.zeros_like(q)
     for head in range(heads):
         of = head // (heads // kv_heads)

@@ -61,7 +61,8 @@ def _show_memory(file: str, sets: Sequence[str]) -> None:
     from llmjax.pipeline.memory_plan import memory_plan
 
     for engine in memory_plan(load(file, sets=sets)):
-        table((engine.stage, ""), [("model", engine.model), *engine.plan.lines()])
+        assumed = [("assumed", engine.assumed)] if engine.assumed else []
+        table((engine.stage, ""), [("model", engine.model), *engine.plan.lines(), *assumed])
 
 
 def _tokenizer_facts(path: str | None) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Shapes:
         sizes = (self.engine_config.max_sequences, self.engine_config.page_size, self.max_pages, self.num_pages)
         speculative = self.engine_config.speculative
         drafts = () if speculative is None else (self._drafting(), self.draft)
-        return repr((key, sizes, self.config, self.params, *drafts))
+        return repr((key, sizes, self.engine_config.kv_cache_dtype, self.config, self.params, *drafts))
 
     def _drafting(self) -> tuple[Any, ...]:
         s = self.engine_config.speculative
@@ -159,15 +159,15 @@ class Shapes:
 
     def cache(self) -> Any:
         """The cache's shapes."""
-        return self._cache(self.config)
+        return self._cache(self.config, self.engine_config.kv_cache_dtype)
 
     def draft_cache(self) -> Any:
-        """Those of the draft model's; None without one."""
+        """Those of the draft model's, in its own dtype; None without one."""
         return None if self.draft is None else self._cache(self.draft.config)
 
-    def _cache(self, config: DecoderConfig) -> Any:
-        page_size = self.engine_config.page_size
-        return jax.eval_shape(functools.partial(init_cache, config, num_pages=self.num_pages, page_size=page_size))
+    def _cache(self, config: DecoderConfig, dtype: str | None = None) -> Any:
+        sizes = {"num_pages": self.num_pages, "page_size": self.engine_config.page_size}
+        return jax.eval_shape(functools.partial(init_cache, config, **sizes, dtype=dtype))
 
 
 def abstract(params: Any) -> Any:

@@ -12,6 +12,7 @@ from llmjax.scheduling.lane_config import LaneConfig as LaneConfig
 from llmjax.scheduling.speculation_config import SpeculationConfig as SpeculationConfig
 
 PAGE_SIZES = (16, 32, 64)
+KV_CACHE_DTYPES = (None, "int8")
 DEFAULT_MAX_CONTEXT = 8192
 MAX_PROGRAMS = 16
 MAX_SPECULATIVE_PROGRAMS = 11
@@ -26,6 +27,8 @@ class EngineConfig:
     Attributes:
         max_context: tokens of prompt and output together, at most; None takes the model's, at most 8192.
         page_size: tokens a page (16, 32 or 64).
+        kv_cache_dtype: what keys and values are stored as: None for the model's dtype, or "int8", with a scale for each token's
+            head: about half the bytes of bfloat16.
         kv_cache_bytes: size of the page pool in bytes; None takes `kv_cache_fraction` of what the device has left.
         kv_cache_fraction: share of the memory left after weights and temporaries (only with a GPU).
         max_sequences: rows of the device batch.
@@ -54,6 +57,7 @@ class EngineConfig:
 
     max_context: int | None = None
     page_size: int = 16
+    kv_cache_dtype: str | None = None
     kv_cache_bytes: int | None = None
     kv_cache_fraction: float = 0.9
     max_sequences: int = 64
@@ -74,6 +78,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:
             raise ConfigError(f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, got {self.page_size}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(f"kv_cache_dtype must be int8, or None for the model's dtype, got {self.kv_cache_dtype!r}")
         for name in ("max_context", "kv_cache_bytes", "max_sequences", "max_tokens_per_step", "prefill_chunk", "decode_steps"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

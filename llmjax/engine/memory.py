@@ -19,7 +19,7 @@ from llmjax.engine.compile_programs import DraftShapes, Key, Shapes, draft_lengt
 from llmjax.engine.compile_store import ProgramStore
 from llmjax.engine.config import ResolvedConfig
 from llmjax.errors import ConfigError, OutOfMemoryError
-from llmjax.model.kv_cache import cache_bytes_per_page
+from llmjax.model.kv_cache import bytes_beside_pages, cache_bytes_per_page
 from llmjax.model.registry import Model, is_shared_decoder
 
 MIB = 2**20
@@ -45,7 +45,7 @@ class MemoryPlan:
         limit: what this process may have; None where the device does not tell.
         in_use: taken before the engine: another engine, a researcher's arrays.
         weights: the parameters, a draft model's too.
-        state: the rows' state (token counts above all; with speculation also their tokens).
+        state: the rows' state (token counts above all; with speculation also their tokens), and what a cache has beside its pages.
         temporaries: of the largest program; None where the pool does not depend on them.
         reserve: left free for code, CUDA graphs and libraries.
         page_bytes: of one page over all layers, keys and values; with a draft model over its layers too.
@@ -190,7 +190,7 @@ def plan_memory(
         ConfigError: `kv_cache_bytes` holds less than two pages.
         OutOfMemoryError: the rest does not leave the pool two pages, or the weights and the given pool exceed the device.
     """
-    page_bytes = cache_bytes_per_page(config, engine_config.page_size)
+    page_bytes = cache_bytes_per_page(config, engine_config.page_size, engine_config.kv_cache_dtype)
     weights = tree_bytes(params)
     if draft is not None:
         page_bytes += cache_bytes_per_page(draft.config, engine_config.page_size)
@@ -200,7 +200,7 @@ def plan_memory(
         limit=None if device is None else device.limit,
         in_use=0 if device is None else device.in_use,
         weights=weights,
-        state=tree_bytes(shapes.state()),
+        state=tree_bytes(shapes.state()) + bytes_beside_pages(config, engine_config.kv_cache_dtype),
         temporaries=None,
         reserve=0 if device is None else DEVICE_RESERVE_BYTES,
         page_bytes=page_bytes,

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from llmjax.engine.runner import ModelRunner
+from llmjax.model.kv_cache import page_arrays
 from llmjax.scheduling.page_map import PageUse
 from llmjax.scheduling.page_pool import PagePool
 
@@ -68,7 +69,7 @@ def memory_map(pool: PagePool, pages: list[PageUse], step: int, runner: ModelRun
     return MemoryMap(
         step=step,
         page_size=pool.page_size,
-        page_bytes=device.cache // pool.num_pages,
+        page_bytes=_bytes(page_arrays(runner.arrays[1])) // pool.num_pages,
         num_pages=pool.capacity,
         num_held=pool.num_used,
         num_shared=sum(page.shared for page in pages),

@@ -22,7 +22,7 @@ from llmjax.engine.speculative import ACCEPTED, DRAFTED
 from llmjax.engine.state import MASKS_A_RESET, ROWS_A_RESET, DeviceState, init_state, pack_masks
 from llmjax.engine.token_masks import num_mask_words
 from llmjax.errors import ModelError
-from llmjax.model.kv_cache import NULL_PAGE, PAGES_A_WIPE, KVCache, init_cache
+from llmjax.model.kv_cache import NULL_PAGE, PAGES_A_WIPE, KVCache, init_cache, with_key_channels
 from llmjax.model.registry import DecoderConfig
 from llmjax.scheduling.buckets import pick
 from llmjax.scheduling.request import PromptScores, ScheduledBatch, StepOutput, TopLogprobs
@@ -82,6 +82,7 @@ class ModelRunner:
         num_pages: pages a layer, the null page included.
         executables: the compiled programs (`compile_programs`) for just these sizes.
         draft_config, draft_params: of the draft model, if there is one.
+        key_channels: of an int8 cache, if others than ones; they stay as they are when the parameters are updated.
 
     Attributes:
         launch_seconds: what programs take on padding rows; measured by `warm_up` where there is speculation.
@@ -99,6 +100,7 @@ class ModelRunner:
         executables: Mapping[Key, Any],
         draft_config: DecoderConfig | None = None,
         draft_params: Any = None,
+        key_channels: jax.Array | None = None,
     ) -> None:
         self._params, self._draft_params = params, draft_params
         self._measures = engine_config.speculative is not None
@@ -110,7 +112,8 @@ class ModelRunner:
         self.num_pages = num_pages
         page_size = engine_config.page_size
         max_pages = -(-engine_config.max_context // page_size)
-        self._cache: KVCache = init_cache(config, num_pages=num_pages, page_size=page_size)
+        cache = init_cache(config, num_pages=num_pages, page_size=page_size, dtype=engine_config.kv_cache_dtype)
+        self._cache: KVCache = cache if key_channels is None else with_key_channels(cache, key_channels)
         self._draft_cache: KVCache | None = None
         if draft_config is not None:
             self._draft_cache = init_cache(draft_config, num_pages=num_pages, page_size=page_size)

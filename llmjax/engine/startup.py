@@ -26,7 +26,8 @@ from llmjax.engine.memory import MIB, DeviceMemory, MemoryPlan, device_memory, p
 from llmjax.engine.runner import ModelRunner, on_device
 from llmjax.engine.self_check import check_finite, check_kernels
 from llmjax.model.checkpoint.load import PendingParams
-from llmjax.model.registry import DecoderConfig, Model
+from llmjax.model.kv_cache import INT8
+from llmjax.model.registry import DecoderConfig, Model, is_shared_decoder
 from llmjax.telemetry.startup import Timeline
 
 log = logging.getLogger(__name__)
@@ -87,14 +88,16 @@ def start_runner(
     with tell_out_of_memory(plan):
         params, draft_params = _awaited(params, timeline), _awaited(draft_params, timeline)
         with timeline.phase("allocate"):
+            params = on_device(params)
             runner = ModelRunner(
                 config,
-                on_device(params),
+                params,
                 engine_config,
                 num_pages=plan.num_pages,
                 executables=executables,
                 draft_config=None if draft is None else draft.config,
                 draft_params=on_device(draft_params),
+                key_channels=_key_channels(model, config, params, engine_config),
             )
             runner.wait()
         with timeline.phase("warm up"):
@@ -132,6 +135,16 @@ def _given_up_on_failure(*trees: Any) -> Iterator[None]:
             if isinstance(params, PendingParams):
                 params.give_up()
         raise
+
+
+def _key_channels(model: Model, config: DecoderConfig, params: Any, engine_config: ResolvedConfig) -> jax.Array | None:
+    """Factors of an int8 cache, where we know what the parameters mean."""
+    if engine_config.kv_cache_dtype != INT8 or not is_shared_decoder(model):
+        return None
+    from llmjax.model.key_channels import key_channels
+
+    own: Any = config  # a ModelConfig: the shared decoder has no other
+    return key_channels(params, own)
 
 
 def _memory_of_others(*trees: Any) -> DeviceMemory | None:

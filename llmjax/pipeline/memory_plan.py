@@ -7,11 +7,14 @@ question which engines there are, and what they find on the device when they sta
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from llmjax.pipeline.loading import Pipeline
-from llmjax.pipeline.planning import plan
+from llmjax.pipeline.model_source import StoredModel
+from llmjax.pipeline.planning import StagePlan, plan
 from llmjax.pipeline.stages.engine import DRAFT
+from llmjax.pipeline.store import Store
 
 if TYPE_CHECKING:
     from llmjax.engine.memory import DeviceMemory, MemoryPlan
@@ -24,11 +27,13 @@ class EngineMemory:
     Attributes:
         stage, model: names of the engine's and of its model's stage.
         plan: where the memory goes.
+        assumed: what had to be assumed of the weights, "" where they are known.
     """
 
     stage: str
     model: str
     plan: MemoryPlan
+    assumed: str = ""
 
 
 def memory_plan(pipeline: Pipeline) -> list[EngineMemory]:
@@ -40,15 +45,16 @@ def memory_plan(pipeline: Pipeline) -> list[EngineMemory]:
     configure_backend(platform=planned.runtime.requested, memory_fraction=planned.runtime.memory_fraction)
     from llmjax.engine.memory import device_memory
 
-    configs = {stage.name: stage.config for stage in planned.stages}
+    stages = {stage.name: stage for stage in planned.stages}
     engines = [stage.name for stage in planned.stages if stage.kind == "engine" and stage.action in ("run", "reuse")]
     device, plans = device_memory(), []
     for name in engines:
         model = _model_behind(pipeline, pipeline.stage(name).inputs["model"])
+        shape, assumed = _shape_behind(pipeline, stages, pipeline.stage(name).inputs["model"])
         drafting = pipeline.stage(name).inputs.get(DRAFT)
-        draft = None if drafting is None else _model_shape(configs[_model_behind(pipeline, drafting)])
-        made = _plan_engine(configs[name], _model_shape(configs[model]), draft, device)
-        plans.append(EngineMemory(name, model, made))
+        draft, draft_assumed = (None, "") if drafting is None else _shape_behind(pipeline, stages, drafting)
+        made = _plan_engine(stages[name].config, shape, draft, device)
+        plans.append(EngineMemory(name, model, made, assumed or draft_assumed))
         if device is not None:
             device = dataclasses.replace(device, in_use=made.held)
     return plans
@@ -58,9 +64,37 @@ def _model_behind(pipeline: Pipeline, stage: str) -> str:
     """The model stage that a stage's model comes from, through whatever stages lie between."""
     name = stage
     while pipeline.stage(name).kind.name != "model":
-        inputs = pipeline.stage(name).inputs
-        name = inputs.get("model") or inputs["candidate"]
+        name = _input_of(pipeline, name)
     return name
+
+
+def _input_of(pipeline: Pipeline, name: str) -> str:
+    """The stage whose model a stage gives or makes another of. A gate is expected to let its candidate through."""
+    inputs = pipeline.stage(name).inputs
+    return inputs.get("model") or inputs["candidate"]
+
+
+def _shape_behind(pipeline: Pipeline, stages: Mapping[str, StagePlan], name: str) -> tuple[Any, str]:
+    """The config of the model that a stage gives, and what had to be assumed of it: a quantized one that is not in the store yet
+    counts by its section's patterns, as nobody knows what a measurement will keep."""
+    stage = stages[name]
+    if stage.kind == "model":
+        return _model_shape(stage.config), ""
+    if stage.kind != "quantize":
+        return _shape_behind(pipeline, stages, _input_of(pipeline, name))
+    store = Store(pipeline.artifacts / "store")
+    if stage.key is not None and stage.action == "reuse" and store.has(stage.kind, stage.key):
+        from llmjax.model.checkpoint.orbax import read_orbax_config
+
+        return read_orbax_config(StoredModel.open(store.folder(stage.kind, stage.key), stage.key).weights)[0], ""
+    from llmjax.quantization.quantize import plan_quantization
+
+    section: Any = stage.config
+    shape, _ = _shape_behind(pipeline, stages, _input_of(pipeline, name))
+    quantization = plan_quantization(shape, section.scheme, dtypes=section.dtypes, keep=section.keep)
+    measured = section.max_sensitivity is not None
+    assumed = f"{name} is not made yet: what max_sensitivity keeps in {shape.dtype} is counted as int8" if measured else ""
+    return shape.replace(quantization=quantization), assumed
 
 
 def _model_shape(section: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.kv_write import xla
+from pallas_kernels.quantized_pages import QuantizedPages, check_cache
 
 if TYPE_CHECKING:
     from jax import Array
@@ -15,16 +16,16 @@ WRITE_KV = Operation("write_kv", xla.write_kv)
 
 
 def write_kv(
-    k_cache: Float[Array, "LP K page H"],
-    v_cache: Float[Array, "LP K page H"],
+    k_cache: Float[Array, "LP K page H"] | QuantizedPages,
+    v_cache: Float[Array, "LP K page H"] | QuantizedPages,
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
     pages: Int[Array, "T"],
     offsets: Int[Array, "T"],
     *,
     implementation: str | None = None,
-) -> tuple[Float[Array, "LP K page H"], Float[Array, "LP K page H"]]:
-    """Puts token t's key and value at `cache[pages[t], :, offsets[t]]`; gives the two caches.
+) -> tuple[Float[Array, "LP K page H"] | QuantizedPages, Float[Array, "LP K page H"] | QuantizedPages]:
+    """Puts token t's key and value at `cache[pages[t], :, offsets[t]]`; gives the two caches, quantised ones as they came.
 
     Page ids already contain the layer's offset. Padding tokens point at the null page, where several may collide: what
     ends up there is unspecified. Pages or offsets out of range are dropped.
@@ -36,6 +37,8 @@ def write_kv(
     """
     if k_cache.ndim != 4 or k_cache.shape != v_cache.shape:
         raise ValueError(f"write_kv: caches must have one shape [LP, K, page, H], got {k_cache.shape} and {v_cache.shape}")
+    for cache in (k_cache, v_cache):
+        check_cache("write_kv", cache)
     tokens = pages.shape[0]
     expected = (tokens, k_cache.shape[1], k_cache.shape[3])
     if k.shape != expected or v.shape != expected or offsets.shape != (tokens,):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.flash_attention import mosaic as flash
 from pallas_kernels.paged_attention import mosaic, xla
+from pallas_kernels.quantized_pages import QuantizedPages, check_cache
 
 if TYPE_CHECKING:
     from jax import Array
@@ -34,8 +35,8 @@ PAGED_ATTENTION.register(
 
 def paged_attention(
     q: Float[Array, "T N H"],
-    k_cache: Float[Array, "LP K page H"],
-    v_cache: Float[Array, "LP K page H"],
+    k_cache: Float[Array, "LP K page H"] | QuantizedPages,
+    v_cache: Float[Array, "LP K page H"] | QuantizedPages,
     page_table: Int[Array, "R M"],
     seq_lens: Int[Array, "R"],
     query_starts: Int[Array, "R+1"],
@@ -72,7 +73,8 @@ def paged_attention(
         implementation: name of an implementation, None to choose.
 
     Scores, softmax and sums are float32 whatever the dtypes; float32 operands are multiplied as float32. The result has
-    q's dtype. The caches are only read.
+    q's dtype. The caches are only read. Quantised pages are multiplied in q's dtype, in which every int8 is exact: q takes the
+    factors of the channels of keys, a score the scale of its key, and a weight that of its value.
     Raises ValueError when shapes or head counts do not fit each other.
     """
     _check(q, k_cache, v_cache, page_table, seq_lens, query_starts, decode)
@@ -97,13 +99,21 @@ def paged_attention(
 
 
 def _check(
-    q: Array, k_cache: Array, v_cache: Array, page_table: Array, seq_lens: Array, query_starts: Array, decode: bool
+    q: Array,
+    k_cache: Array | QuantizedPages,
+    v_cache: Array | QuantizedPages,
+    page_table: Array,
+    seq_lens: Array,
+    query_starts: Array,
+    decode: bool,
 ) -> None:
     if q.ndim != 3 or k_cache.ndim != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         raise ValueError(
             "paged_attention takes q [T, N, H] and two caches of one dtype and shape [LP, K, page, H], "
             f"got {q.shape}, {k_cache.dtype}{list(k_cache.shape)}, {v_cache.dtype}{list(v_cache.shape)}"
         )
+    for cache in (k_cache, v_cache):
+        check_cache("paged_attention", cache)
     if q.shape[1] % k_cache.shape[1]:
         raise ValueError(f"paged_attention: {q.shape[1]} query heads are not a multiple of {k_cache.shape[1]} kv heads")
     if q.shape[2] != k_cache.shape[3] or q.shape[2] % 2:

@@ -18,12 +18,17 @@ from pallas_kernels import tuning
 from pallas_kernels.attention_sizes import PAGES, SHARED_BYTES, TILE
 from pallas_kernels.dispatch import UnsupportedShape
 from pallas_kernels.paged_attention.mosaic_plan import Operands, Partials, Plan, bias_strips, slope_rows
+from pallas_kernels.quantized_pages import QuantizedPages
 
 if TYPE_CHECKING:
     from jax import Array
 
 MAX_QUERIES = 8
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+INT8_HEAD_DIMS = (64, 128, 256)
+
+FEWEST_SCALES = 32
+"""Scales that a copy brings: it begins at whole 128 bytes of shared memory."""
 
 HALF_SHARED_BYTES = 115712 - 1024
 """The same, if two CTAs are to share a multiprocessor."""
@@ -66,6 +71,7 @@ class Shape(NamedTuple):
     Attributes:
         rows: R. queries: the most of a row. heads, kv_heads, head_dim: N, K, H. page: tokens of a page.
         context: tokens for which a row of the page table has room. bias: whether there is a relative bias.
+        int8: whether keys and values are quantised; only then in the key.
     """
 
     rows: int
@@ -76,12 +82,13 @@ class Shape(NamedTuple):
     page: int
     context: int
     bias: int
+    int8: int = 0
 
 
 def shape_key(
     q: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Array | QuantizedPages,
+    v_cache: Array | QuantizedPages,
     page_table: Array,
     seq_lens: Array,
     query_starts: Array,
@@ -97,7 +104,8 @@ def shape_key(
 ) -> dict[str, int]:
     """The tuning key of a call. Raises UnsupportedShape where `paged_attention` does."""
     queries = _queries(decode, max_queries)
-    return _shape(q, k_cache, v_cache, page_table, queries, relative_bias)._asdict()
+    key = _shape(q, k_cache, v_cache, page_table, queries, relative_bias)._asdict()
+    return {name: value for name, value in key.items() if name != "int8" or value}
 
 
 def candidates(key: Mapping[str, int | str]) -> list[Config]:
@@ -155,8 +163,8 @@ def _deepened(shape: Shape, config: Config, limit: int) -> Config:
 
 def paged_attention(
     q: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Array | QuantizedPages,
+    v_cache: Array | QuantizedPages,
     page_table: Array,
     seq_lens: Array,
     query_starts: Array,
@@ -171,7 +179,7 @@ def paged_attention(
     relative_bias: Array | None = None,
     config: Config | None = None,
 ) -> Array:
-    """See `pallas_kernels.paged_attention.paged_attention`; bfloat16, one to eight queries a row.
+    """See `pallas_kernels.paged_attention.paged_attention`; bfloat16 queries, one to eight a row, on bfloat16 or int8 pages.
 
     Weights are rounded to bfloat16 before they multiply the values. A NaN among the values that a row owns may reach all heads
     of that row, not only its own. `config` None takes `default_config`.
@@ -202,8 +210,8 @@ def paged_attention(
 @functools.partial(jax.jit, static_argnames=("plan", "scale", "soft_cap"))
 def _paged_attention(
     q: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Array | QuantizedPages,
+    v_cache: Array | QuantizedPages,
     page_table: Array,
     seq_lens: Array,
     query_starts: Array,
@@ -220,10 +228,16 @@ def _paged_attention(
     from pallas_kernels.paged_attention.mosaic_kernel import attend  # imports Mosaic, which takes seconds: only where it is used
 
     tokens, _, head_dim = q.shape
+    k, v, k_scale, v_scale = k_cache, v_cache, None, None
+    if isinstance(k_cache, QuantizedPages) and isinstance(v_cache, QuantizedPages):
+        k, v, k_scale, v_scale = k_cache.qvalue, v_cache.qvalue, k_cache.scale.reshape(-1), v_cache.scale.reshape(-1)
+        channels = k_cache.channels_of(page_offset[0])
+        if channels is not None:
+            q = (q.astype(jnp.float32) * jnp.repeat(channels, q.shape[1] // channels.shape[0], axis=0)).astype(q.dtype)
     operands = Operands(
         _query_rows(q.reshape(tokens * plan.groups, -1, head_dim), plan),
-        k_cache.reshape(-1, head_dim),
-        v_cache.reshape(-1, head_dim),
+        k.reshape(-1, head_dim),
+        v.reshape(-1, head_dim),
         page_table.astype(jnp.int32),
         seq_lens.astype(jnp.int32),
         query_starts.astype(jnp.int32),
@@ -231,6 +245,8 @@ def _paged_attention(
         window,
         None if alibi_slopes is None else slope_rows(alibi_slopes, plan),
         None if relative_bias is None else bias_strips(relative_bias, plan),
+        k_scale,
+        v_scale,
     )
     result = attend(operands, plan, tokens, scale=scale, soft_cap=soft_cap)
     if isinstance(result, Partials):
@@ -281,20 +297,30 @@ def _queries(decode: bool, max_queries: int) -> int:
     return max_queries
 
 
-def _shape(q: Array, k_cache: Array, v_cache: Array, page_table: Array, queries: int, relative_bias: Array | None) -> Shape:
+def _shape(
+    q: Array,
+    k_cache: Array | QuantizedPages,
+    v_cache: Array | QuantizedPages,
+    page_table: Array,
+    queries: int,
+    relative_bias: Array | None,
+) -> Shape:
     """Raises UnsupportedShape where no configuration serves the call."""
     heads, head_dim = q.shape[1:]
     kv_heads, page = k_cache.shape[1:3]
-    if not q.dtype == k_cache.dtype == v_cache.dtype == jnp.bfloat16:
+    quantized = isinstance(k_cache, QuantizedPages) and isinstance(v_cache, QuantizedPages)
+    if q.dtype != jnp.bfloat16 or not (quantized or k_cache.dtype == v_cache.dtype == jnp.bfloat16):
         raise UnsupportedShape(f"bfloat16 only, got {q.dtype} queries and {k_cache.dtype} caches")
-    if head_dim not in HEAD_DIMS:
-        raise UnsupportedShape(f"head dims {', '.join(map(str, HEAD_DIMS))}, got {head_dim}")
+    head_dims = INT8_HEAD_DIMS if quantized else HEAD_DIMS
+    if head_dim not in head_dims:
+        raise UnsupportedShape(f"head dims {', '.join(map(str, head_dims))}, got {head_dim}")
     if page not in PAGES:
         raise UnsupportedShape(f"pages of {', '.join(map(str, PAGES))} tokens, got {page}")
     if heads // kv_heads > 2 * TILE:
         raise UnsupportedShape(f"at most {2 * TILE} query heads a kv head, got {heads // kv_heads}")
     context = page_table.shape[1] * page
-    return Shape(page_table.shape[0], queries, heads, kv_heads, head_dim, page, context, int(relative_bias is not None))
+    bias = int(relative_bias is not None)
+    return Shape(page_table.shape[0], queries, heads, kv_heads, head_dim, page, context, bias, int(quantized))
 
 
 def _blocks(shape: Shape) -> Iterator[tuple[int, int]]:
@@ -338,6 +364,7 @@ def _plan(shape: Shape, config: Config, relative_bias: Array | None, *, by_row: 
         team=config.team,
         by_row=by_row,
         bias_width=0 if relative_bias is None else relative_bias.shape[1],
+        quantized=bool(shape.int8),
         interpreted=tuning.target() is None,
     )
 
@@ -353,6 +380,10 @@ def _reason(shape: Shape, config: Config) -> str | None:
         return f"blocks of 64, 128, 192 or 256 rows, got {plan.block_rows}"
     if plan.tiles > 2 or plan.rows > 2 * TILE:
         return f"{config.heads} heads a copy need {plan.tiles} query tiles, at most 2"
+    if shape.int8 and plan.tiles > 1:
+        return "int8 pages take one query tile"
+    if shape.int8 and plan.block_rows // plan.copies < FEWEST_SCALES:
+        return f"a copy of int8 pages brings {FEWEST_SCALES} heads of tokens or more, got {plan.block_rows // plan.copies}"
     if shape.bias and config.heads > 1:
         return "a relative bias takes one head a copy"
     if plan.shared_bytes > SHARED_BYTES:

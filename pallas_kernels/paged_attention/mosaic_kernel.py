@@ -50,7 +50,8 @@ def attend(operands: Operands, plan: Plan, tokens: int, *, scale: float, soft_ca
     outputs: dict[str, Any] = {"out": whole} if plan.splits == 1 else partials._asdict()
 
     block = (plan.team * plan.stages, plan.block_rows, plan.head_dim)
-    dtype, tiled = operands.k.dtype, _tiled(plan.head_dim, 16)
+    dtype, tiled = operands.q.dtype, _tiled(plan.head_dim, 16)
+    pages = plgpu.SMEM(block, operands.k.dtype, transforms=_tiled(plan.head_dim, 8 if plan.quantized else 16))
     results: list[Any] = [plgpu.SMEM((plan.tiles * TILE, plan.head_dim), operands.q.dtype if plan.splits == 1 else jnp.float32)]
     lent = (plan.team - 1, TILE, plan.head_dim)
     if plan.team > 1:
@@ -59,13 +60,16 @@ def attend(operands: Operands, plan: Plan, tokens: int, *, scale: float, soft_ca
         "q_tile": plgpu.SMEM((plan.tiles * TILE, plan.head_dim), dtype, transforms=tiled),
         # The results leave through the memory of the blocks, which are all used up by then.
         "ring": plgpu.RefUnion(
-            [plgpu.SMEM(block, dtype, transforms=tiled), plgpu.SMEM(block, dtype, transforms=tiled)],
+            [pages, pages],
             results,
         ),
         "q_full": plgpu.Barrier(num_arrivals=plan.queries),
-        "k_full": plgpu.Barrier(num_arrivals=plan.copies, num_barriers=block[0]),
-        "v_full": plgpu.Barrier(num_arrivals=plan.copies, num_barriers=block[0]),
+        "k_full": plgpu.Barrier(num_arrivals=plan.copies * (1 + plan.quantized), num_barriers=block[0]),
+        "v_full": plgpu.Barrier(num_arrivals=plan.copies * (1 + plan.quantized), num_barriers=block[0]),
     }
+    if plan.quantized:
+        scratch["widened"] = plgpu.SMEM((plan.team * plan.block_rows, plan.head_dim), dtype, transforms=tiled)
+        scratch["k_scales"] = scratch["v_scales"] = plgpu.SMEM(block[:2], jnp.float32)
     if plan.copier:
         scratch["k_free"] = plgpu.Barrier(num_arrivals=plan.tiles, num_barriers=plan.stages)
         scratch["v_free"] = plgpu.Barrier(num_arrivals=plan.tiles, num_barriers=plan.stages)
@@ -156,13 +160,20 @@ class _Cta(Work):
             slot = self.slot(index)
             base = (self.first + index) * plan.block
             plgpu.barrier_wait(self.buffers["k_full"].at[slot])
+            keys, scale = self.k_ring.at[slot], None
+            if plan.quantized:
+                keys, scale = self._widened("k", slot)
+                refill("k", index, slot, ids)
 
             def multiply(scores: Any) -> Array:
-                plgpu.wgmma(scores, q_tile, self.k_ring.at[slot].transpose((1, 0)))
+                plgpu.wgmma(scores, q_tile, keys.transpose((1, 0)))
                 return scores[...]
 
             scores = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-            refill("k", index, slot, ids)
+            if scale is None:
+                refill("k", index, slot, ids)
+            else:
+                scores = scores * lax.broadcast_in_dim(scale, shape, [1])
             scores = self._biased(scores, base, offsets, last, slope, tile)
             limit = last + (1 - base)
             seen = (offsets < across(limit, shape)) & (offsets >= across(limit - self.reach, shape))
@@ -175,10 +186,18 @@ class _Cta(Work):
             acc = acc * across(decay, acc.shape)
 
             plgpu.barrier_wait(self.buffers["v_full"].at[slot])
-            edge = (base < self.seen) | (base + plan.block > self.end)
-            pl.when(edge)(functools.partial(self._clean, slot, base, tile))
-            acc = self._add_values(acc, weights.astype(self.v_ring.dtype), slot, own)
-            refill("v", index, slot, ids)
+            values, scale = self.v_ring.at[slot], None
+            if plan.quantized:
+                values, scale = self._widened("v", slot)
+                refill("v", index, slot, ids)
+                # Of int8 values the scale alone can be NaN, and so is the weight of a key that nobody sees.
+                weights = jnp.where(seen, weights * lax.broadcast_in_dim(scale, shape, [1]), 0.0)
+            else:
+                edge = (base < self.seen) | (base + plan.block > self.end)
+                pl.when(edge)(functools.partial(self._clean, slot, base, tile))
+            acc = self._add_values(acc, weights.astype(q_tile.dtype), values, own)
+            if scale is None:
+                refill("v", index, slot, ids)
             return acc, new_peak, total, later
 
         empty = (
@@ -270,12 +289,25 @@ class _Cta(Work):
             scores = scores + plgpu.load(window, layout=plgpu.Layout.WGMMA, optimized=False)
         return scores
 
-    def _add_values(self, acc: Array, weights: Array, slot: Array, own: Array | int) -> Array:
+    def _widened(self, name: str, slot: Array) -> tuple[Any, Array]:
+        """A block of int8 keys or values as bfloat16, and the scale of each of its rows. What was copied is free then."""
+        ring = self.k_ring if name == "k" else self.v_ring
+        rows = self.plan.block_rows
+        widened = self.buffers["widened"].at[pl.ds(_multiple(self.member * rows, TILE), rows)]
+        for first in range(0, rows, TILE):
+            piece = pl.ds(first, TILE)
+            values = plgpu.load(ring.at[slot, piece], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+            widened[piece] = values.astype(widened.dtype)
+        scale = plgpu.load(self.buffers[f"{name}_scales"].at[slot], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        plgpu.commit_smem()
+        return widened, scale
+
+    def _add_values(self, acc: Array, weights: Array, values: Any, own: Array | int) -> Array:
         buffer = None
         if self.plan.interpreted:
             first = own if self.plan.team == 1 else _multiple(self.member * TILE, TILE)
             buffer = self.buffers["weights"].at[pl.ds(first, TILE)]
-        return add_values(acc, weights, self.v_ring.at[slot], buffer)
+        return add_values(acc, weights, values, buffer)
 
     def _clean(self, slot: Array, base: Array, tile: Array | int) -> None:
         """Zeroes the values of keys that no query sees: a weight of 0 does not silence a NaN."""

@@ -34,6 +34,7 @@ class Plan(NamedTuple):
         team: warpgroups that divide a split among them and add up their results in shared memory.
         by_row: row r has its query at q[r].
         bias_width: distances with a relative bias of their own; 0 if there is none.
+        quantized: keys and values are int8, with a scale for each row of a block.
         interpreted: runs in the interpreter, which has no wgmma with an operand in registers.
     """
 
@@ -53,6 +54,7 @@ class Plan(NamedTuple):
     team: int
     by_row: bool
     bias_width: int
+    quantized: bool
     interpreted: bool
 
     @property
@@ -67,7 +69,7 @@ class Plan(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Copies that bring a block of keys or values."""
+        """Places in the pool from which a block of keys or values comes."""
         return self.pages if self.block >= self.page else self.heads
 
     @property
@@ -93,9 +95,11 @@ class Plan(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, but for the barriers."""
-        ring = 2 * self.team * self.stages * self.block_rows * self.head_dim * 2
+        block = self.block_rows * self.head_dim
+        ring = 2 * self.team * self.stages * block * (1 if self.quantized else 2)
+        widened = self.team * (block * 2 + 2 * self.stages * self.block_rows * 4) if self.quantized else 0
         results = (self.tiles + self.team - 1) * TILE * self.head_dim * 4
-        return max(ring, results) + self.tiles * TILE * self.head_dim * 2 + (self.team - 1) * 2 * TILE * 4
+        return max(ring, results) + widened + self.tiles * TILE * self.head_dim * 2 + (self.team - 1) * 2 * TILE * 4
 
     def pieces(self, tile: int) -> list[tuple[int, int, int, int]]:
         """(row of the tile, query, first of its heads, heads) of the queries in a tile, in order; padding left out."""
@@ -122,6 +126,7 @@ class Operands(NamedTuple):
         page_offset, window: [1] int32.
         slopes: [groups, tiles * 64] float32, see `slope_rows`; or None.
         bias: [2, K, tiles * 64, X] float32, see `bias_strips`; or None. heads is 1 then.
+        k_scale, v_scale: [LP * K * page] float32, of int8 k and v; or None.
     """
 
     q: Array
@@ -134,6 +139,8 @@ class Operands(NamedTuple):
     window: Array
     slopes: Array | None
     bias: Array | None
+    k_scale: Array | None
+    v_scale: Array | None
 
 
 class Partials(NamedTuple):

@@ -91,7 +91,11 @@ class Work:
             rows, starts = plan.block, [pages[0] + head * plan.page + within for head in range(plan.heads)]
         for index, start in enumerate(starts):
             source = self.inputs[name].at[pl.ds(pl.multiple_of(start, 8), rows)]
-            plgpu.copy_gmem_to_smem(source, ring.at[slot, pl.ds(index * rows, rows)], full.at[slot])
+            place = pl.ds(index * rows, rows)
+            plgpu.copy_gmem_to_smem(source, ring.at[slot, place], full.at[slot])
+            if plan.quantized:
+                scales = self.inputs[f"{name}_scale"].at[pl.ds(pl.multiple_of(start, 16), rows)]
+                plgpu.copy_gmem_to_smem(scales, self.buffers[f"{name}_scales"].at[slot, place], full.at[slot])
 
     def fetch_first(self) -> None:
         """Starts the copies of the first blocks, as many as fit. All their page ids are read before the first copy."""

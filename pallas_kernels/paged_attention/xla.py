@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.quantized_pages import QuantizedPages
+
 if TYPE_CHECKING:
     from jax import Array
 
@@ -52,8 +54,8 @@ _FAR = jnp.iinfo(jnp.int32).max // 2  # beyond any position, and safe to add to 
 @functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "decode", "max_queries"))
 def paged_attention(
     q: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Array | QuantizedPages,
+    v_cache: Array | QuantizedPages,
     page_table: Array,
     seq_lens: Array,
     query_starts: Array,
@@ -112,8 +114,8 @@ class _Tiles(NamedTuple):
 
 def _attention(
     q: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Array | QuantizedPages,
+    v_cache: Array | QuantizedPages,
     page_table: Array,
     seq_lens: Array,
     query_starts: Array,
@@ -130,6 +132,9 @@ def _attention(
     chunk_pages = max(1, tiling.chunk // k_cache.shape[2])
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % chunk_pages))) + page_offset
     counts = jnp.where(seq_lens > 0, jnp.diff(query_starts), 0)
+    channels = k_cache.channels_of(page_offset) if isinstance(k_cache, QuantizedPages) else None
+    if channels is not None:
+        q = (q.astype(jnp.float32) * jnp.repeat(channels, q.shape[1] // channels.shape[0], axis=0)).astype(q.dtype)
 
     def attend(out: Array, selected: Array, tile: int, bound: int, group: int) -> Array:
         """Adds the queries of the selected rows to `out`: `bound` tiles at most, `group` of them at a time."""
@@ -194,8 +199,8 @@ def _cut(
 def _attend_tiles(
     tiles: _Tiles,
     q: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Array | QuantizedPages,
+    v_cache: Array | QuantizedPages,
     table: Array,
     reach: Array,
     biases: Biases,
@@ -207,13 +212,14 @@ def _attend_tiles(
 ) -> Array:
     """Attention of some tiles: [n, tile, N, H] in float32."""
     heads, dim = q.shape[1:]
+    dtype = q.dtype if isinstance(k_cache, QuantizedPages) else k_cache.dtype
     kv_heads = k_cache.shape[1]
     chunk = chunk_pages * k_cache.shape[2]
     (n, tile), group = tiles.index.shape, heads // kv_heads
 
     # Queries [n, K, tile * G, H]: the heads that share a kv head are rows of one matmul.
     queries = q.at[tiles.index].get(mode="fill", fill_value=0).reshape(n, tile, kv_heads, group, dim)
-    queries = queries.transpose(0, 2, 1, 3, 4).reshape(n, kv_heads, tile * group, dim).astype(k_cache.dtype)
+    queries = queries.transpose(0, 2, 1, 3, 4).reshape(n, kv_heads, tile * group, dim).astype(dtype)
     last = jnp.repeat(tiles.last, group, axis=1)[:, None, :, None]
     row_pages = table[tiles.row]
 
@@ -221,24 +227,30 @@ def _attend_tiles(
         peak, total, acc = carry
         pages = lax.dynamic_slice_in_dim(row_pages, index * chunk_pages, chunk_pages, axis=1)
         keys = index * chunk + jnp.arange(chunk)
-        key_rows = _gather(k_cache, pages)
+        key_rows, key_scale = _keys_or_values(k_cache, pages, dtype)
         if keys_left:  # the barrier keeps XLA from folding the transpose back into the dot
             scores = lax.optimization_barrier(_dot(key_rows, queries, contract=3)).swapaxes(2, 3) * scale
         else:
             scores = _dot(queries, key_rows, contract=3) * scale
+        if key_scale is not None:
+            scores = scores * key_scale[:, :, None, :]
         if soft_cap:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = _add_biases(scores, last - keys, biases)
         scores = jnp.where((keys <= last) & (keys > last - reach), scores, -jnp.inf)
         # A weight of 0 does not silence a NaN, so values that no query of the tile may see are zeroed themselves.
-        owned = (keys >= tiles.start[:, None]) & (keys < tiles.end[:, None])
-        values = jnp.where(owned[:, None, :, None], _gather(v_cache, pages), 0)
+        owned = ((keys >= tiles.start[:, None]) & (keys < tiles.end[:, None]))[:, None, :, None]
+        values, value_scale = _keys_or_values(v_cache, pages, dtype)
+        if value_scale is None:
+            values = jnp.where(owned, values, 0)
 
         new_peak = jnp.maximum(peak, scores.max(axis=-1))
         base = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)  # nothing seen yet: keeps -inf - -inf out
         weights = jnp.exp(scores - base[..., None])
         decay = jnp.exp(peak - base)
         total = total * decay + _row_sum(weights)
+        if value_scale is not None:  # the only part of a quantised value that can be NaN
+            weights = weights * jnp.where(owned[..., 0], value_scale, 0)[:, :, None, :]
         acc = acc * decay[..., None] + _dot(weights.astype(values.dtype), values, contract=2)
         return new_peak, total, acc
 
@@ -266,12 +278,21 @@ def _add_biases(scores: Array, distance: Array, biases: Biases) -> Array:
     return scores
 
 
+def _keys_or_values(cache: Array | QuantizedPages, pages: Array, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+    """Pages [n, c] of a cache as [n, K, c * page, H], and their scales [n, K, c * page] if they are quantised."""
+    if isinstance(cache, QuantizedPages):
+        return _gather(cache.qvalue, pages).astype(dtype), _gather(cache.scale, pages)
+    return _gather(cache, pages), None
+
+
 def _gather(cache: Array, pages: Array) -> Array:
-    """Pages [n, c] of a cache [LP, K, page, H] as [n, K, c * page, H], written in that order by the gather itself."""
-    kv_heads, page, dim = cache.shape[1:]
-    numbers = lax.GatherDimensionNumbers(offset_dims=(1, 3, 4), collapsed_slice_dims=(0,), start_index_map=(0,))
-    found = lax.gather(cache, pages[..., None], numbers, (1, kv_heads, page, dim), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
-    return found.reshape(pages.shape[0], kv_heads, -1, dim)
+    """Pages [n, c] of an array [LP, K, page, ...] as [n, K, c * page, ...], written in that order by the gather itself."""
+    kv_heads, page, *rest = cache.shape[1:]
+    offsets = (1, *range(3, 4 + len(rest)))
+    numbers = lax.GatherDimensionNumbers(offset_dims=offsets, collapsed_slice_dims=(0,), start_index_map=(0,))
+    sizes = (1, kv_heads, page, *rest)
+    found = lax.gather(cache, pages[..., None], numbers, sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    return found.reshape(pages.shape[0], kv_heads, -1, *rest)
 
 
 def _row_sum(x: Array) -> Array:

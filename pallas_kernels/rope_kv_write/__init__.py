@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pallas_kernels.dispatch import Operation
+from pallas_kernels.quantized_pages import QuantizedPages, check_cache
 from pallas_kernels.rope_kv_write import mosaic, xla
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ apply_rope = xla.apply_rope
 
 def rope_kv_write(
     qkv: Float[Array, "R Q"],
-    k_cache: Float[Array, "LP K page H"],
-    v_cache: Float[Array, "LP K page H"],
+    k_cache: Float[Array, "LP K page H"] | QuantizedPages,
+    v_cache: Float[Array, "LP K page H"] | QuantizedPages,
     cos: Float[Array, "T H2"],
     sin: Float[Array, "T H2"],
     pages: Int[Array, "T"],
@@ -38,7 +39,7 @@ def rope_kv_write(
     page_offset: int | Int[Array, ""],
     eps: float,
     implementation: str | None = None,
-) -> tuple[Float[Array, "T N H"], Float[Array, "LP K page H"], Float[Array, "LP K page H"]]:
+) -> tuple[Float[Array, "T N H"], Float[Array, "LP K page H"] | QuantizedPages, Float[Array, "LP K page H"] | QuantizedPages]:
     """Queries ready for attention, and the caches with the keys and values of T new tokens.
 
     A row of `qkv` is N query heads, K key heads and K value heads of H, side by side (Q = (N + 2 K) H). Queries and keys are
@@ -56,7 +57,7 @@ def rope_kv_write(
         implementation: name of an implementation, None to choose.
 
     Computed in float32; a normed head is rounded to qkv's dtype before it is rotated, and what is rotated again after. Queries
-    have qkv's dtype, keys and values the caches'.
+    have qkv's dtype, keys and values the caches': what goes into quantised pages is rounded to qkv's dtype first.
 
     The write is in place under the conditions of `pallas_kernels.kv_write.write_kv`: the caches are donated, and what reads them
     feeds into the next value written to them.
@@ -64,6 +65,8 @@ def rope_kv_write(
     """
     if k_cache.ndim != 4 or k_cache.shape != v_cache.shape:
         raise ValueError(f"rope_kv_write: caches must have one shape [LP, K, page, H], got {k_cache.shape} and {v_cache.shape}")
+    for cache in (k_cache, v_cache):
+        check_cache("rope_kv_write", cache)
     (tokens,), (_, kv_heads, _, head_dim) = pages.shape, k_cache.shape
     if qkv.ndim != 2 or qkv.shape[0] < tokens or qkv.shape[1] % head_dim or qkv.shape[1] <= 2 * kv_heads * head_dim:
         raise ValueError(

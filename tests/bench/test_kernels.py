@@ -22,6 +22,7 @@ from bench.rows import command_line
 from pallas_kernels import smoke, tuning
 from pallas_kernels.dispatch import Operation, UnsupportedShape
 from pallas_kernels.paged_attention import reference as attention_in_numpy
+from pallas_kernels.quantized_pages import dequantize_pages
 from pallas_kernels.smoke import Call
 
 
@@ -191,6 +192,22 @@ def test_attention_data_are_owned_pages_in_nan() -> None:
     assert case.bytes == lengths.sum() * 2 * config.num_kv_heads * config.head_dim * 4
     owned = np.isfinite(np.asarray(data["k"])).all(axis=(1, 3)).reshape(len(group.turns(data)), -1).sum(axis=1)
     assert (owned == lengths.sum()).all()
+
+
+@pytest.mark.usefixtures("tiny_presets")
+def test_attention_over_int8_pages_reads_less_and_is_rounded() -> None:
+    """Beside the same case over floats; nobody else computes it."""
+    groups = [group for group in attention_groups("llama", [16]) if group.name.startswith("llama attention 8 rows x 256,")]
+    floats, int8 = (group.cases[0] for group in groups)
+    head_dim = CONFIGS["llama"].head_dim
+    assert int8.bytes * 4 * head_dim == floats.bytes * (head_dim + 4)
+    assert (len(peers(floats)) > 0, peers(int8)) == (True, ())
+    data = groups[1].data(time.time_ns() % 2**31)
+    assert np.isnan(np.asarray(data["k"].scale)).any()
+    call = int8.arguments(int8.query(jax.random.key(1)), data, 0, jnp.int32(1))
+    plain = (call.args[0], *(jnp.nan_to_num(dequantize_pages(cache)) for cache in call.args[1:3]), *call.args[3:])
+    got, right = (int8.operation(*args, implementation="xla", **call.kwargs) for args in (call.args, plain))
+    assert float(smoke.worst_error(got, right)) < 1e-4
 
 
 @pytest.mark.usefixtures("tiny_presets")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import subprocess
@@ -15,7 +16,10 @@ import pytest
 from pydantic import Field
 
 from llmjax.errors import StoreError
+from llmjax.model.checkpoint.orbax import read_orbax_config
+from llmjax.model.param_spec import param_bytes
 from llmjax.pipeline import ConfigErrors, RunResult, load, plan, run, stages
+from llmjax.pipeline.memory_plan import memory_plan
 from llmjax.pipeline.model_source import StoredModel, TokenizerFiles
 from llmjax.pipeline.quantize_runner import read_report
 from llmjax.pipeline.schema import StageSection
@@ -110,7 +114,7 @@ def keys(path: Path, *sets: str) -> dict[str, str | None]:
 
 def test_from_a_float_model_to_answers_of_an_int8_one(write: Write) -> None:
     engine = (
-        "  engine: {model: gate, max_context: 64, kv_cache: {memory: 64KiB}, batching: {max_sequences: 1, "
+        "  engine: {model: gate, max_context: 64, kv_cache: {dtype: int8, memory: 64KiB}, batching: {max_sequences: 1, "
         "max_tokens_per_step: 64, buckets: {tokens: 64}}}\n"
         "  batch: {input: ask.jsonl, output: out.jsonl, resume: replace, defaults: {max_tokens: 4, temperature: 0}}\n"
     )
@@ -120,6 +124,8 @@ def test_from_a_float_model_to_answers_of_an_int8_one(write: Write) -> None:
     heard = Heard()
     loose = ["stages.gate.limits=[{metric: loop_rate_increase, max: null}, {metric: perplexity_ratio, max: 9}, "
              "{metric: top1_agreement, min: 0}, {metric: kl, max: 9}, {metric: kl_p99, max: 9}]"]  # fmt: skip
+    (expected,) = memory_plan(load(path, sets=loose))
+    assert expected.assumed == "int8 is not made yet: what max_sensitivity keeps in float32 is counted as int8"
     first = run(load(path, sets=loose), reporter=heard)
     assert first.ok, [stage.error for stage in first.stages]
     assert first.stage("calibrate").summary["samples"] == 6
@@ -135,6 +141,10 @@ def test_from_a_float_model_to_answers_of_an_int8_one(write: Write) -> None:
     assert told["quality"]["agreement"]["perplexity_ratio"] != 1  # another model was read than the baseline
     assert any(line.split()[:2] == ["perplexity_ratio", "ok"] for line in heard.messages)
     assert (verdict / "report.html").read_text("utf-8").count("The candidate passed the gate.") == 1
+    (known,) = memory_plan(load(path, sets=loose))  # nothing was kept for its sensitivity, so that it was expected right
+    assert known == dataclasses.replace(expected, assumed="")
+    assert known.plan.weights == param_bytes(read_orbax_config(int8 / "model")[0])
+    assert known.plan.page_bytes == 2 * 16 * (16 + 4)  # keys and values of a head of 16, each with a scale
     report = read_report(int8)
     assert report is not None
     by_name = {layer.name: layer for layer in report.layers}

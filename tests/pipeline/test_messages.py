@@ -100,6 +100,7 @@ stages:
         ),
         ("{deterministic: 1}", "deterministic: expected true or false, got 1"),
         ("{kv_cache: 256MiB}", "kv_cache: expected a mapping, got '256MiB'"),
+        ("{kv_cache: {dtype: float8}}", "kv_cache.dtype: expected one of int8, got 'float8'"),
         ("{kv_cache: {page_size: 17}}", "kv_cache.page_size: expected one of 16, 32, 64, got 17"),
         ("{kv_cache: {memory: 1GiB, fraction: 50%}}", "kv_cache.fraction: give either memory or fraction, not both"),
         ("{kv_cache: {fraction: 90}}", "kv_cache.fraction: expected a share above 0 and at most 1 (100%), got 90; write 90%"),

@@ -70,8 +70,8 @@ def test_the_engine_stage_builds_what_the_file_says(write: Write, calls: list[tu
     path = write(
         "runtime: {platform: cpu, seed: 5, memory_fraction: 80%}\n"
         "stages:\n  model: {source: {random: {preset: llama-8b, seed: 2, scale: 0.5}}}\n"
-        "  engine: {max_context: 128, kv_cache: {memory: 1MiB, page_size: 32, prefix_cache: false}, deterministic: true,\n"
-        "    batching: {max_sequences: 4, max_tokens_per_step: 64, prefill_chunk: 32, decode_steps: 2, "
+        "  engine: {max_context: 128, kv_cache: {dtype: int8, memory: 1MiB, page_size: 32, prefix_cache: false},\n"
+        "    deterministic: true, batching: {max_sequences: 4, max_tokens_per_step: 64, prefill_chunk: 32, decode_steps: 2, "
         "buckets: {rows: 4, tokens: 64}}}\n"
     )
     result = run(load(path))
@@ -81,6 +81,7 @@ def test_the_engine_stage_builds_what_the_file_says(write: Write, calls: list[tu
     assert calls[1][1] == {"random": "llama-8b", "dtype": "float32", "seed": 2, "scale": 0.5, "wait": False}
     assert calls[2][1][1] == EngineConfig(
         max_context=128,
+        kv_cache_dtype="int8",
         kv_cache_bytes=2**20,
         page_size=32,
         deterministic=True,

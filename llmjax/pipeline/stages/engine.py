@@ -26,6 +26,7 @@ DRAFT = "speculative.draft"
 _PLACES: Mapping[str, tuple[str, ...]] = {
     "max_context": ("max_context",),
     "page_size": ("kv_cache", "page_size"),
+    "kv_cache_dtype": ("kv_cache", "dtype"),
     "kv_cache_bytes": ("kv_cache", "memory"),
     "kv_cache_fraction": ("kv_cache", "fraction"),
     "max_sequences": ("batching", "max_sequences"),
@@ -44,6 +45,11 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
 class KVCacheSection(Section):
     """The pages that hold keys and values."""
 
+    dtype: Literal["int8"] | None = Field(
+        None,
+        description="int8 stores keys and values in about half the bytes, with a scale for each token's head. By default they "
+        "have the model's dtype.",
+    )
     page_size: Literal[16, 32, 64] = Field(16, description="Tokens a page.")
     memory: Size | None = Field(None, description="Size of the page pool, e.g. 256MiB. Either this or `fraction`.")
     fraction: Share | None = Field(
@@ -203,6 +209,7 @@ class EngineSection(StageSection):
         return EngineConfig(
             max_context=self.max_context,
             page_size=self.kv_cache.page_size,
+            kv_cache_dtype=self.kv_cache.dtype,
             kv_cache_bytes=self.kv_cache.memory,
             kv_cache_fraction=_DEFAULTS.kv_cache_fraction if fraction is None else fraction,
             max_sequences=batching.max_sequences,
