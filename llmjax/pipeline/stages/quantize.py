@@ -79,6 +79,11 @@ class QuantizeSection(StageSection):
         "must not exist.",
     )
 
+    @property
+    def measures(self) -> bool:
+        """Whether what a calibration saw changes the model."""
+        return self.smoothing is not None or self.max_sensitivity is not None
+
     @computed_field  # type: ignore[prop-decorator]  # as pydantic's documentation has it
     @property
     def order(self) -> list[str]:
