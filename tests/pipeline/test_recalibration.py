@@ -1,4 +1,4 @@
-"""Recalibration: when it is due by a fake clock, what it is made from, and what becomes of the served model. A tiny random model."""
+"""Recalibration: when it is due by a fake clock, from what, and what becomes of the served model. A tiny random model."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_what_it_lacks_is_told_where_it_is_asked_for(file: Path, old: str, new: 
 
 def test_frozen_and_recalibrated_is_a_contradiction(file: Path) -> None:
     chain, _ = chain_of(load(file).stages)
-    with pytest.raises(ConfigError, match="calibrate.recalibrate changes it"):
+    with pytest.raises(ConfigError, match=r"calibrate\.recalibrate changes it"):
         check_service(chain, frozen=True)
 
 

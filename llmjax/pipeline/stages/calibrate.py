@@ -38,7 +38,7 @@ class RecalibrateSection(Section):
     check: Duration = Field(
         21600.0,
         gt=0,
-        description="Time from one look at the traffic to the next. Where drift is measured, each costs a calibration on the CPU.",
+        description="Time from one look at the traffic to the next; each costs a calibration where drift is measured.",
         json_schema_extra={"keyed": False},
     )
 
