@@ -206,9 +206,11 @@ def _errors(
     config, model = context.config, loaded.config
     names, weights = linear_names(model), config.granularity.weights
     now = {name: quantization.dtype_of(f"{name}.weight") or model.dtype for name in names}
-    variants = [Variant(original, dict.fromkeys(names, "int8"), weights), Variant(loaded.params, now, weights)]
     samples = calibration.samples(_ERROR_SAMPLES)
-    before, after = output_errors(original, model, variants, samples, scheme=config.scheme, limit=calibration.sequence_length)
+    before, after = (
+        output_errors(Variant(params, dtypes, weights), model, samples, scheme=config.scheme, limit=calibration.sequence_length)
+        for params, dtypes in ((original, dict.fromkeys(names, "int8")), (loaded.params, now))
+    )
     return before, after
 
 

@@ -43,7 +43,7 @@ class Variant(NamedTuple):
     """A float model and what its linears become.
 
     Attributes:
-        params: float, not changed. Smoothed or not: the outputs of its linears are the float model's but for rounding.
+        params: float, smoothed or not; not changed.
         dtypes: of linears by name ("layers.0.mlp.down"), "int8" or a float dtype; one that is not named stays as it is.
         weights: what shares a scale.
     """
@@ -66,36 +66,28 @@ class Variant(NamedTuple):
 
 
 def output_errors(
-    params: Params,
-    config: ModelConfig,
-    variants: Sequence[Variant],
-    samples: Sequence[Sequence[int]],
-    *,
-    scheme: Scheme,
-    limit: int,
-) -> list[dict[str, float]]:
-    """Of each variant, each linear's relative L2 error: |its output - the float model's| / |the float model's|, bias left out.
+    variant: Variant, config: ModelConfig, samples: Sequence[Sequence[int]], *, scheme: Scheme, limit: int
+) -> dict[str, float]:
+    """Each linear's relative L2 error beside its own float model: |output - float output| / |float output|, without bias.
 
-    What goes into a linear is what comes of the layers before it, quantised as they are. Infinite where either is not finite.
+    What goes into a linear is what comes of the layers before it, quantised as they are. Infinite where something is not finite.
 
     Args:
-        params: the float model.
         samples: token ids; up to `limit` tokens of each are run.
     Raises ConfigError without a sample that has a token.
     """
-    sums = [{f"layers.{i}.{linear}": np.zeros(2) for i in range(config.num_layers) for linear in LINEARS} for _ in variants]
+    params = variant.params
+    sums = {f"layers.{index}.{linear}": np.zeros(2) for index in range(config.num_layers) for linear in LINEARS}
     for packed in _packed(samples, config, limit):
-        truth = embed(params, packed, config=config)
-        streams = [embed(variant.params, packed, config=config) for variant in variants]
+        truth = stream = embed(params, packed, config=config)
         for index in range(config.num_layers):
+            changed = variant.layer(index, config)
             truth, given = run_layer(params, index, truth, packed, config=config)
-            for number, variant in enumerate(variants):
-                changed = variant.layer(index, config)
-                streams[number], own = run_layer(changed, index, streams[number], packed, config=config, scheme=scheme)
-                for (name, want), (_, got) in zip(given, own, strict=True):
-                    weights = (linear_params(tree, name)["weight"] for tree in (params, changed))
-                    sums[number][name] += np.asarray(_squares(want, got, *weights, packed.counted, scheme=scheme), np.float64)
-    return [{name: _relative(*map(float, found)) for name, found in one.items()} for one in sums]
+            stream, own = run_layer(changed, index, stream, packed, config=config, scheme=scheme)
+            for (name, want), (_, got) in zip(given, own, strict=True):
+                weights = (linear_params(tree, name)["weight"] for tree in (params, changed))
+                sums[name] += np.asarray(_squares(want, got, *weights, packed.counted, scheme=scheme), np.float64)
+    return {name: _relative(*map(float, found)) for name, found in sums.items()}
 
 
 def mean_nll(variant: Variant, config: ModelConfig, samples: Sequence[Sequence[int]], *, scheme: Scheme, limit: int) -> float:
