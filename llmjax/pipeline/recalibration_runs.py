@@ -7,6 +7,7 @@ dtypes are those of the machine that serves, and so the stages' keys are the sam
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import shutil
 import time
@@ -59,8 +60,7 @@ class Runs:
     def sample(self, since: float) -> str | None:
         """See `Workshop`."""
         pipeline = self.load(self.values)
-        name = f"{pipeline.name}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}.jsonl"
-        target = state_path(pipeline).with_name(name)
+        target = state_path(pipeline).with_name(f"{pipeline.name}-{time.time_ns()}.jsonl")
         found = write_sample(Path(self.chain.traffic), target, count=self.chain.samples, since=since)
         return str(target) if found else None
 
@@ -106,15 +106,28 @@ class Runs:
             "runtime.platform": "cpu",
             "runtime.memory_fraction": None,
         }
-        for stage in planned.stages:
+        wanted = self._wanted(planned.pipeline)
+        for stage in itertools.takewhile(lambda stage: stage.name != self.chain.gate, planned.stages):
             dtype = getattr(stage.config, "dtype", None)
-            if stage.kind == "model" and dtype is not None:
+            if stage.name not in wanted:  # a batch, say
+                values[f"stages.{stage.name}.when"] = "never"
+            elif stage.kind == "model" and dtype is not None:
                 values[f"stages.{stage.name}.dtype"] = dtype
         code = self.run(values, until)
         if code == GateRejectedError.exit_code:
             raise GateRejectedError(f"its verdict and report are in {self._folder(planned, self.chain.gate)}")
         if code:
             raise LlmjaxError(f"the run to '{until}' ended with code {code}: see the log")
+
+    def _wanted(self, pipeline: Pipeline) -> set[str]:
+        """The gate, and every stage that it depends on."""
+        found: set[str] = set()
+        todo = [self.chain.gate]
+        while todo:
+            stage = pipeline.stage(todo.pop())
+            found.add(stage.name)
+            todo += [name for name in (*stage.inputs.values(), *stage.needs) if name not in found]
+        return found
 
     def _planned(self, data: str | None) -> Plan:
         return plan(self.load(with_data(self.chain, self.values, data)))
