@@ -1,4 +1,4 @@
-"""qwix, another library's quantisation, as an oracle: `pip install --no-deps qwix==0.1.8` into a folder on the path.
+"""qwix, another library's quantisation, as an oracle. `requirements-models.lock` has it; without it these are skipped.
 
 Its scale is absmax / 127.5 and codes may be -128, so that codes differ; what they stand for must not, by more than one step.
 """
