@@ -26,6 +26,8 @@ class FakeJob:
         load: a file that must be there before the engine is; "" needs none.
         fail: a file that makes the next step fail once it is there.
         url: of the server.
+        name: of the model.
+        broken: it ends before it serves.
     """
 
     rows: int = 8
@@ -33,6 +35,8 @@ class FakeJob:
     load: str = ""
     fail: str = ""
     url: str = ""
+    name: str = "fake"
+    broken: bool = False
 
 
 def supervise(options: dict[str, Any]) -> None:
@@ -42,12 +46,14 @@ def supervise(options: dict[str, Any]) -> None:
     job = FakeJob(**options.get("engine", {}), url=url_of(listener))
     with contextlib.suppress(FileNotFoundError):
         os.unlink(options["address"])
+    beside = options.get("beside")
     supervisor = Supervisor(
         listener,
         engine=Program("fake_service_engine", job),
         worker=Program("llmjax.server.worker", WorkerJob({"keep_alive": 60.0})),
         workers=options.get("workers", 1),
         restart=options.get("restart", 0),
+        beside=None if beside is None else Program("fake_beside", (beside, job)),
     )
     Path(options["address"]).write_text(job.url)
     try:

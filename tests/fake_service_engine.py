@@ -49,8 +49,10 @@ def main(handle: int) -> None:
         front = EngineFront(control, job.url)
         while job.load and not os.path.exists(job.load):
             time.sleep(0.01)
+        if job.broken:
+            os._exit(4)
         try:
-            front.serve(AsyncEngine(PacedEngine(job), max_waiting=64), name="fake", drain=job.drain).wait()
+            front.serve(AsyncEngine(PacedEngine(job), max_waiting=64), name=job.name, drain=job.drain).wait()
             code = 0
         except LlmjaxError as error:
             print(f"llmjax: {error}", file=sys.stderr)

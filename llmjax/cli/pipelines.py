@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from llmjax.pipeline.stages import Front
 
 ENGINE_PROCESS = "llmjax.cli.engine_process"
+RECALIBRATION_PROCESS = "llmjax.cli.recalibration_process"
 
 
 def run(
@@ -252,7 +253,9 @@ def run_pipeline(
         server = final_server(pipeline, until)
         if server is not None:
             configure_logging(pipeline.runtime.log, verbose=True)
-            raise typer.Exit(run_service(pipeline, server, engine_module=ENGINE_PROCESS, engine_job={"run": options}))
+            job = {"run": options}
+            modules = {"engine_module": ENGINE_PROCESS, "recalibration_module": RECALIBRATION_PROCESS}
+            raise typer.Exit(run_service(pipeline, server, engine_job=job, **modules))
     raise typer.Exit(run_here(**options))
 
 

@@ -16,6 +16,7 @@ from pydantic import SecretStr, ValidationError
 
 from llmjax.pipeline.diagnose import close_to, problems_of
 from llmjax.pipeline.interpolate import interpolate
+from llmjax.pipeline.recalibration import chain_of
 from llmjax.pipeline.schema import (
     STAGE_NAME,
     InputPath,
@@ -241,6 +242,7 @@ def _check_stages(tree: Node) -> tuple[list[Stage], list[Problem]]:
         if config is not None and not item.off:
             together.setdefault(item.kind.name, []).append(stage)
     problems += _not_last(declared)
+    problems += chain_of(stages)[1]
     for group in together.values():
         for name, path, message in group[0].kind.check_together([(s.name, s.config) for s in group]):
             spot = next(s.node for s in group if s.name == name).at(path)

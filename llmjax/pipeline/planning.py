@@ -199,6 +199,9 @@ def _identity(
     stage: Stage, config: StageSection, made: Mapping[str, StagePlan], digests: Digests, writers: Mapping[str, str]
 ) -> Identity:
     values = config.model_dump(mode="json")
+    for name, field in type(config).model_fields.items():  # whole sections too: an empty one would be left of them
+        if not counts(field):
+            values.pop(name, None)
     try:
         files = dict(stage.kind.digest_files(config, digests))
         for path, field, value in walk_values(config):

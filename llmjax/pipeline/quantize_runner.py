@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 REPORT = "report.json"
 REPORT_PAGE = "report.html"
 _PLAN = "plan.json"
+_RATIO_SAMPLES = 32
+"""Samples that a perplexity ratio is measured with, at most: each plan that is tried takes a pass of the model over them."""
+
+_ERROR_SAMPLES = 4
+"""Samples that show the error of each linear: an average over thousands of values a token."""
 
 
 def run_quantize(context: StageContext[QuantizeSection]) -> StoredModel:
@@ -54,11 +59,17 @@ def run_quantize(context: StageContext[QuantizeSection]) -> StoredModel:
     loaded = open_model(source, context)
     files = source.tokenizer_files(loaded)
     _check_float(loaded.config)
+    original = loaded.params
     if config.smoothing is not None:
-        loaded.params = _smoothed(loaded, calibration, config.smoothing)
+        loaded = dataclasses.replace(loaded, params=_smoothed(loaded, calibration, config.smoothing))
     plan = _measured(loaded, calibration, context)
     quantization = _decided(loaded.config, config, plan)
     plan = None if plan is None else _settled(plan, quantization, loaded.config.dtype)
+    if plan is not None and config.max_perplexity_ratio is not None:
+        plan = _fitted(plan, original, loaded, calibration, context)
+        quantization = _decided(loaded.config, config, plan)
+    errors = None if calibration is None else _errors(original, loaded, quantization, calibration, context)
+    del original
     ranges = _weight_ranges(loaded)
     before = loaded.config
     params, after = quantize_params(
@@ -74,8 +85,8 @@ def run_quantize(context: StageContext[QuantizeSection]) -> StoredModel:
     write_model(folder, made, name=name, files=files)
     if plan is not None:
         write_whole(folder / _PLAN, plan.to_json() + "\n")
-    layers = _layers(before, after, plan, ranges, calibration)
-    report = _report(name, layers, config, calibration)
+    layers = _layers(before, after, plan, ranges, calibration, errors)
+    report = _report(name, layers, config, calibration, plan)
     write_report(folder, report)
     if export is not None:
         _export(export, made, files)
@@ -122,11 +133,11 @@ def _smoothed(loaded: LoadedModel, calibration: StoredCalibration | None, alpha:
 
 
 def _measured(loaded: LoadedModel, calibration: StoredCalibration | None, context: StageContext[QuantizeSection]) -> Plan | None:
-    """What each linear does when it alone is quantised, and which stay by that; None without `max_sensitivity`."""
+    """What each linear does when it alone is quantised, and which stay by that; None without a limit to be kept."""
     config = context.config
-    if config.max_sensitivity is None:
+    if config.max_sensitivity is None and config.max_perplexity_ratio is None:
         return None
-    assert calibration is not None, "the wiring refuses max_sensitivity without a calibration"
+    assert calibration is not None, "the wiring refuses a limit without a calibration"
     from llmjax.quantization.plan import make_plan
     from llmjax.quantization.sensitivity import measure_sensitivity
 
@@ -146,6 +157,63 @@ def _measured(loaded: LoadedModel, calibration: StoredCalibration | None, contex
     )
 
 
+def _fitted(
+    plan: Plan, original: Any, loaded: LoadedModel, calibration: StoredCalibration | None, context: StageContext[QuantizeSection]
+) -> Plan:
+    """The plan within `max_perplexity_ratio`, measured on samples that sensitivity has not seen."""
+    from llmjax.quantization.plan import fit_perplexity
+    from llmjax.quantization.variants import Variant, mean_nll
+
+    config = context.config
+    assert calibration is not None
+    assert config.max_perplexity_ratio is not None
+    seen, limit, model = config.sensitivity_samples, calibration.sequence_length, loaded.config
+    samples = calibration.samples(seen + _RATIO_SAMPLES)[seen:]
+    if not any(len(sample) > 1 for sample in samples):
+        raise ConfigError(
+            f"max_perplexity_ratio is measured on samples of the calibration behind the {seen} of sensitivity_samples, and there "
+            f"are none: calibrate with more, or lower that"
+        )
+    context.reporter.message("info", f"{context.name}: looking for the linears to keep, on {len(samples)} samples")
+    truth = mean_nll(Variant(original, {}), model, samples, scheme=config.scheme, limit=limit)
+
+    def ratio_of(tried: Plan) -> float:
+        dtypes = {name: decision.dtype for name, decision in tried.linears.items()}
+        variant = Variant(loaded.params, dtypes, config.granularity.weights)
+        worse = mean_nll(variant, model, samples, scheme=config.scheme, limit=limit) - truth
+        return math.exp(worse) if worse < 700 else math.inf  # NaN stays NaN
+
+    return fit_perplexity(
+        plan,
+        ratio_of,
+        model_dtype=model.dtype,
+        max_ratio=config.max_perplexity_ratio,
+        progress=lambda done: context.reporter.progress(context.name, done, None),
+    )
+
+
+def _errors(
+    original: Any,
+    loaded: LoadedModel,
+    quantization: Quantization,
+    calibration: StoredCalibration,
+    context: StageContext[QuantizeSection],
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Of each linear, the error of its output in the quantised model: with nothing but rounding everywhere, and as it becomes."""
+    from llmjax.quantization.layer_walk import linear_names
+    from llmjax.quantization.variants import Variant, output_errors
+
+    config, model = context.config, loaded.config
+    names, weights = linear_names(model), config.granularity.weights
+    now = {name: quantization.dtype_of(f"{name}.weight") or model.dtype for name in names}
+    samples = calibration.samples(_ERROR_SAMPLES)
+    before, after = (
+        output_errors(Variant(params, dtypes, weights), model, samples, scheme=config.scheme, limit=calibration.sequence_length)
+        for params, dtypes in ((original, dict.fromkeys(names, "int8")), (loaded.params, now))
+    )
+    return before, after
+
+
 def _decided(model: ModelConfig, config: QuantizeSection, plan: Plan | None) -> Quantization:
     """The dtypes of the file, over them what was measured, over that what the file keeps."""
     from llmjax.quantization.quantize import plan_quantization
@@ -157,7 +225,7 @@ def _decided(model: ModelConfig, config: QuantizeSection, plan: Plan | None) -> 
     try:
         return plan_quantization(model, config.scheme, dtypes=config.dtypes, keep=measured | dict(config.keep))
     except ConfigError as error:
-        if plan is not None and not plan.quantised:
+        if plan is not None and plan.max_sensitivity is not None and not plan.quantised:
             raise ConfigError(
                 f"no linear is within max_sensitivity {plan.max_sensitivity:g}: raise it, or choose w8a16"
             ) from None
@@ -196,6 +264,7 @@ def _layers(
     plan: Plan | None,
     ranges: Mapping[str, Range],
     calibration: StoredCalibration | None,
+    errors: tuple[dict[str, float], dict[str, float]] | None,
 ) -> list[LayerFigures]:
     """The report's figures of every leaf."""
     from llmjax.model.param_spec import iter_params, leaf_name
@@ -230,6 +299,8 @@ def _layers(
                 relative_l2=None if measured is None else measured.relative_l2,
                 cosine=None if measured is None else measured.cosine,
                 kl=None if measured is None else measured.kl,
+                error_before=None if errors is None else errors[0].get(name),
+                error_after=None if errors is None else errors[1].get(name),
             )
         )
     return layers
@@ -242,7 +313,7 @@ def _bytes(size: int, rows: int, dtype: str) -> int:
 
 
 def _report(
-    name: str, layers: list[LayerFigures], config: QuantizeSection, calibration: StoredCalibration | None
+    name: str, layers: list[LayerFigures], config: QuantizeSection, calibration: StoredCalibration | None, plan: Plan | None
 ) -> QuantizationReport:
     from llmjax.quantization.report import QuantizationReport
 
@@ -251,6 +322,8 @@ def _report(
         facts["smoothing"] = f"alpha {config.smoothing:g}"
     if config.max_sensitivity is not None:
         facts["most relative L2"] = f"{config.max_sensitivity:g}"
+    if plan is not None and plan.perplexity_ratio is not None:
+        facts["perplexity ratio"] = f"{plan.perplexity_ratio:.4f}, at most {plan.max_perplexity_ratio:g}"
     if calibration is not None:
         facts |= {what: str(count) for what, count in calibration.figures.items()}
         facts |= {"observer": calibration.observer, "ranges of activations are": "of magnitudes"}

@@ -20,18 +20,23 @@ def final_server(pipeline: Pipeline, until: str | None = None) -> Stage | None:
     return on[-1] if on and isinstance(on[-1].config, ServeSection) else None
 
 
-def run_service(pipeline: Pipeline, stage: Stage, *, engine_module: str, engine_job: dict[str, Any]) -> int:
+def run_service(
+    pipeline: Pipeline, stage: Stage, *, engine_module: str, engine_job: dict[str, Any], recalibration_module: str
+) -> int:
     """Run the processes until a signal, or until the service ends by itself. The pipeline's exit code.
 
     Args:
         stage: from `final_server`.
         engine_module: see `Program`; its process runs the pipeline.
-        engine_job: its job; gets the server's address as "url".
+        engine_job: its job; gets the server's address as "url". Its "run" has the options of the pipeline's run: what a
+            recalibration changes of them is "values".
+        recalibration_module: the process beside, where the pipeline recalibrates; its job is the engine's.
 
     Raises:
         ConfigError: the keys or the settings are wrong, or the traffic log cannot be written.
         LlmjaxError: the port is taken, or a process was killed.
     """
+    from llmjax.pipeline.recalibration import State, chain_of, check_service, state_path, with_data
     from llmjax.server.config import ServerConfig, WorkerJob
     from llmjax.server.listener import listen, url_of
     from llmjax.server.supervisor import Program, Supervisor
@@ -41,13 +46,23 @@ def run_service(pipeline: Pipeline, stage: Stage, *, engine_module: str, engine_
     assert isinstance(section, ServeSection)
     options = server_options(section, read_keys(section))
     config = ServerConfig(**options | {"served_names": options["served_names"] or (stage.name,)})  # wrong settings are told now
+    chain, _ = chain_of(pipeline.stages)
+    run = engine_job["run"]
+    check_service(chain, frozen=run["frozen"])
+    state = None if chain is None else state_path(pipeline)
+    values = run["values"] if chain is None or state is None else with_data(chain, run["values"], State.read(state).data)
     with listen(section.host, section.port) as listener:
         if config.traffic is not None:
             TrafficLog(config.traffic, lambda ids: "").close()  # and so is a file that cannot be written
+        job = engine_job | {"url": url_of(listener)}
+        worker = WorkerJob(
+            options, pipeline.runtime.log, section.http_workers == 1, recalibration=None if state is None else str(state)
+        )
         return Supervisor(
             listener,
-            engine=Program(engine_module, engine_job | {"url": url_of(listener)}),
-            worker=Program("llmjax.server.worker", WorkerJob(options, pipeline.runtime.log, section.http_workers == 1)),
+            engine=Program(engine_module, job | {"run": run | {"values": values}}),
+            worker=Program("llmjax.server.worker", worker),
             workers=section.http_workers,
             restart=section.restart,
+            beside=None if chain is None else Program(recalibration_module, job),
         ).run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llmjax.errors import ConfigError
@@ -56,12 +56,16 @@ class Plan:
         max_sensitivity: relative L2 error of a linear's output above which it stays as it is; None for no limit.
         keep: pattern -> float dtype, as it was given.
         linears: by name, in order of computation.
+        max_perplexity_ratio: the quantised model's perplexity by the float one's that was allowed; None for no limit.
+        perplexity_ratio: what was measured of this plan, on samples that decided nothing else; None where it was not.
     """
 
     scheme: Scheme
     max_sensitivity: float | None
     keep: Mapping[str, str]
     linears: Mapping[str, Decision]
+    max_perplexity_ratio: float | None = None
+    perplexity_ratio: float | None = None
 
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
@@ -146,6 +150,63 @@ def make_plan(
         else:
             linears[found.name] = Decision("int8", "within the budget", found)
     return Plan(scheme, max_sensitivity, kept, linears)
+
+
+def fit_perplexity(
+    plan: Plan, ratio_of: Callable[[Plan], float], *, model_dtype: str, max_ratio: float, progress: Callable[[int], None]
+) -> Plan:
+    """The plan with so many more linears kept that the measured perplexity ratio is at most `max_ratio`.
+
+    Greedy: those go first that cost most for each weight that stays (KL; where it was not measured, the square of the relative L2
+    error). How many is found by doubling and bisection, so that keeping one less, of the same order, was measured as too few;
+    that is not always the fewest, as what one linear costs depends on the others.
+
+    Args:
+        plan: measured; what it keeps stays kept.
+        ratio_of: measures a plan. NaN counts as too much.
+        model_dtype: what a linear that stays has.
+        progress: called with the plans measured so far.
+
+    Raises ConfigError for a limit below 1 or that is not finite, and when nothing would be left to quantise.
+    """
+    if not 1 <= max_ratio < math.inf:
+        raise ConfigError(f"max_perplexity_ratio is 1 or more: 1.01 lets perplexity grow by 1 %, got {max_ratio}")
+    order = _by_cost(plan)
+    measured: dict[int, float] = {}
+
+    def keeping(count: int) -> Plan:
+        why = f"one of the {count} that cost most: without them the perplexity ratio is above {max_ratio:g}"
+        kept = {name: Decision(model_dtype, why, plan.linears[name].sensitivity) for name in order[:count]}
+        linears = {name: kept.get(name, decision) for name, decision in plan.linears.items()}
+        return dataclasses.replace(plan, linears=linears, max_perplexity_ratio=max_ratio, perplexity_ratio=measured.get(count))
+
+    def enough(count: int) -> bool:
+        measured[count] = ratio_of(keeping(count))
+        progress(len(measured))
+        return measured[count] <= max_ratio
+
+    few, many = -1, 0  # too few, and what is tried next
+    while not (many < len(order) and enough(many)):
+        if many >= len(order):
+            raise ConfigError(f"no linear can be int8 within max_perplexity_ratio {max_ratio:g}: raise it, or choose w8a16")
+        few, many = many, min(max(1, 2 * many), len(order) - 1) if many < len(order) - 1 else len(order)
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if enough(middle) else (middle, many)
+    return keeping(many)
+
+
+def _by_cost(plan: Plan) -> list[str]:
+    """The linears that become int8, the one that costs most for each of its weights first."""
+    found = [(name, plan.linears[name].sensitivity) for name in plan.quantised]
+    if any(one is None for _, one in found):
+        raise ConfigError("a perplexity ratio needs the sensitivity of every linear: measure them first")
+    whole = all(one is not None and one.kl is not None for _, one in found)
+
+    def cost(one: LinearSensitivity) -> float:
+        return (one.kl if whole and one.kl is not None else one.relative_l2**2) / one.weights
+
+    return [name for name, one in sorted(found, key=lambda pair: -cost(pair[1]) if pair[1] is not None else 0.0)]
 
 
 def kept_dtype(parameter: str, keep: Mapping[str, str]) -> str | None:

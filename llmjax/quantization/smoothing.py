@@ -1,7 +1,12 @@
 """SmoothQuant: the outliers of activation channels moved into the weights, where a scale a channel takes them.
 
 Owns the factors and where they are folded in. Pure: arrays in, new arrays out; the given tree is not changed.
-Source: Xiao, Lin, Seznec, Wu, Demouth, Han, SmoothQuant, 2022 (arXiv 2211.10438), equation 4.
+
+What reads a norm is smoothed by that norm's scale. What the down projection reads is a gate's output times the up projection's,
+and is smoothed by the rows of that: each has a scale of its own, so that it loses nothing to the factor. In small models those
+inputs have the worst outliers of all.
+Source: Xiao, Lin, Seznec, Wu, Demouth, Han, SmoothQuant, 2022 (arXiv 2211.10438), equation 4; through the up projection as in
+Lin, Tang, Tang, Yang, Dang, Han, AWQ, 2023 (arXiv 2306.00978).
 """
 
 from __future__ import annotations
@@ -14,6 +19,10 @@ from llmjax.errors import ConfigError
 from llmjax.model.config import ModelConfig
 from llmjax.quantization.calibration import Calibration
 from llmjax.quantization.layer_walk import Params, check_walkable
+
+EVEN = 0.5
+"""The most that alpha is for what down reads, whose outliers would else only change places. On SmolLM2-135M (w8a8) KL was 0.0118
+with 0.7 for the norms and 0.5 here, 0.0147 with 0.7 for both."""
 
 SMOOTHED = (("attention_norm", "attention", "qkv"), ("mlp_norm", "mlp", "gate_up"))
 """Norm, block and linear: the linears that read a norm, which can give its channels any factor."""
@@ -45,13 +54,15 @@ def smoothing_factors(activation_absmax: np.ndarray, weight: Float[Array, "out i
 
 def smooth(params: Params, config: ModelConfig, calibration: Calibration, *, alpha: float = 0.5) -> Params:
     """The same model with smoother activations: each norm in front of a linear is divided by the factors, which go into the
-    linear's columns. Its outputs are unchanged but for rounding to the weights' dtype.
+    linear's columns; likewise the rows of up for the columns of down. Its logits are unchanged but for rounding to the weights'
+    dtype.
 
     The statistics of the smoothed linears no longer hold: calibrate the result again where ranges of activations are wanted.
 
     Args:
         params: a float model; shares with the result what is not smoothed.
         calibration: of this model.
+        alpha: see `smoothing_factors`; for down at most `EVEN`.
 
     Raises:
         ConfigError: alpha is outside 0..1, the calibration is of another model, or a factor does not fit the weights' dtype.
@@ -61,24 +72,45 @@ def smooth(params: Params, config: ModelConfig, calibration: Calibration, *, alp
     layers = {}
     for index in range(config.num_layers):
         layer = dict(params["layers"][index])
+        layer["mlp"] = _through_up(layer["mlp"], f"layers.{index}.mlp.down", calibration, alpha)
         for norm, block, linear in SMOOTHED:
             name = f"layers.{index}.{block}.{linear}"
-            if name not in calibration.linears:
-                raise ConfigError(f"the calibration has no {name}: it is of another model; calibrate this one")
-            node = layer[block][linear]
-            try:
-                factors = smoothing_factors(calibration.linears[name].channel_absmax, node["weight"], alpha=alpha)
-                scale = layer[norm]["weight"] / factors
-                weight = (node["weight"].astype("float32") * factors).astype(node["weight"].dtype)
-                _check_finite(weight, scale)
-            except ConfigError as error:
-                raise ConfigError(f"{name}: {error}") from None
+            factors, node = _smoothed(layer[block][linear], name, calibration, alpha)
+            scale = layer[norm]["weight"] / factors
+            _check_finite(name, scale)
             layer[norm] = layer[norm] | {"weight": scale}
-            layer[block] = layer[block] | {linear: node | {"weight": weight}}
+            layer[block] = layer[block] | {linear: node}
         layers[index] = layer
     return params | {"layers": layers}
 
 
-def _check_finite(weight: Array, scale: Array) -> None:
-    if not (jnp.isfinite(weight).all() and jnp.isfinite(scale).all()):
-        raise ConfigError("smoothing: a factor does not fit the dtype of the weights; lower alpha, or load them in float32")
+def _through_up(mlp: Params, name: str, calibration: Calibration, alpha: float) -> Params:
+    """The block with down's columns multiplied by its factors, and up's rows and biases, the second half of gate_up, divided."""
+    factors, down = _smoothed(mlp["down"], name, calibration, min(alpha, EVEN))
+    divisors = np.concatenate([np.ones_like(factors), factors])
+    gate_up = {}
+    for part, value in mlp["gate_up"].items():
+        by_row = divisors.reshape(-1, *[1] * (value.ndim - 1))
+        gate_up[part] = (value.astype("float32") / by_row).astype(value.dtype)
+        _check_finite(name, gate_up[part])
+    return mlp | {"gate_up": gate_up, "down": down}
+
+
+def _smoothed(node: Params, name: str, calibration: Calibration, alpha: float) -> tuple[np.ndarray, Params]:
+    """The factors of a linear, and the linear with them in its columns."""
+    if name not in calibration.linears:
+        raise ConfigError(f"the calibration has no {name}: it is of another model; calibrate this one")
+    try:
+        factors = smoothing_factors(calibration.linears[name].channel_absmax, node["weight"], alpha=alpha)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    weight = (node["weight"].astype("float32") * factors).astype(node["weight"].dtype)
+    _check_finite(name, weight)
+    return factors, node | {"weight": weight}
+
+
+def _check_finite(name: str, value: Array) -> None:
+    if not bool(jnp.isfinite(value).all()):
+        raise ConfigError(
+            f"{name}: smoothing: a factor does not fit the dtype of the weights; lower alpha, or load them in float32"
+        )

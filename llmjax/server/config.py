@@ -64,8 +64,10 @@ class WorkerJob:
         options: fields of `ServerConfig`; without `served_names` the model's own name is taken.
         log: form of the log.
         alone: whether there is no other worker.
+        recalibration: file with what is known of recalibrations, for `/metrics`; None where there are none.
     """
 
     options: Mapping[str, Any]
     log: Literal["text", "json"] = "text"
     alone: bool = True
+    recalibration: str | None = None

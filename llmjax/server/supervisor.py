@@ -4,6 +4,8 @@ Holds the listening socket, passes signals on, and decides what becomes of the s
 
 - a worker: another one is started; the engine has seen its socket close and aborted its requests;
 - the engine: its streams have ended with errors; it is started again as often as it may be, or the service ends;
+- the process beside, where there is one: the service goes on without it. It may have the engine's process replaced by one with
+  another job: that one drains, the next one starts, and if it never comes to serve, one with the job before does;
 - the supervisor: the others see their control socket close, and end.
 
 Processes are plain interpreters. They are joined by socket pairs, so that no file is left behind, whatever ends. Knows neither
@@ -20,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from llmjax.engine.health import Health
@@ -50,14 +53,28 @@ class Supervisor:
         engine, worker: what the processes run; a worker gets the listener with its job.
         workers: how many.
         restart: how often the engine's process is started again when it crashes.
+        beside: runs beside the service. It says "replace" with a job for the engine, and is told "replaced" and whether that one
+            serves.
     """
 
-    def __init__(self, listener: socket.socket, *, engine: Program, worker: Program, workers: int = 1, restart: int = 0) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        engine: Program,
+        worker: Program,
+        workers: int = 1,
+        restart: int = 0,
+        beside: Program | None = None,
+    ) -> None:
         self._listener = listener
         self._engine_program = engine
         self._worker_program = worker
         self._num_workers = workers
         self._restart = restart
+        self._beside_program = beside
+        self._beside: _Child | None = None
+        self._before: Program | None = None  # what a replacement that does not serve yet took the place of
         self._engine: _Child | None = None
         self._workers: set[_Child] = set()
         self._stops = 0
@@ -82,19 +99,21 @@ class Supervisor:
         engine = asyncio.create_task(self._keep_engine())
         failure: asyncio.Future[int] = loop.create_future()
         workers = [asyncio.create_task(self._keep_worker(failure)) for _ in range(self._num_workers)]
+        beside = asyncio.create_task(self._run_beside())
         try:
             done, _ = await asyncio.wait((engine, failure), return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
         finally:
             failure.cancel()
             self._listener.close()
-            await self._end(engine, workers)
+            await self._end((engine, beside), workers)
 
-    async def _end(self, engine: asyncio.Task[int], workers: list[asyncio.Task[None]]) -> None:
+    async def _end(self, others: tuple[asyncio.Task[Any], ...], workers: list[asyncio.Task[None]]) -> None:
         """Whatever still runs. Workers have time for their last answers."""
-        tasks: list[asyncio.Task[Any]] = [engine, *workers]
+        tasks: list[asyncio.Task[Any]] = [*others, *workers]
         self._closing.set()
-        engine.cancel()
+        for task in others:
+            task.cancel()
         for worker in list(self._workers):
             worker.control.send("stop", GRACE if self._stops < 2 else 1)
         await asyncio.wait(tasks, timeout=GRACE + 3.0)
@@ -118,19 +137,30 @@ class Supervisor:
     # -- the engine
 
     async def _keep_engine(self) -> int:
-        for failures in range(self._restart + 1):
+        failures = 0
+        while True:
+            program = self._engine_program
             code, was_ready = await self._run_engine()
             if self._stopping.is_set():
                 if code < 0:
                     log.error("the engine's process %s before it had stopped", _ending(code))
                 return code if code >= 0 else INTERRUPTED
+            if self._engine_program is not program:
+                self._expect(Health("starting", "the engine is being replaced"))
+                continue
+            why = f"the engine's process {_ending(code)}"
+            if self._before is not None:  # it never served
+                log.error("%s before it served; the one before is started again", why)
+                self._engine_program = self._before
+                self._replaced(False)
+                continue
             if code == 0 or (code > 0 and failures == 0 and not was_ready):
                 return code  # it is done, or could not begin and has said why
-            why = f"the engine's process {_ending(code)}"
             if failures == self._restart:
                 break
-            delay = min(30.0, 0.5 * 2**failures)
-            log.warning("%s; it is started again in %g s (%d of %d)", why, delay, failures + 1, self._restart)
+            failures += 1
+            delay = min(30.0, 0.5 * 2 ** (failures - 1))
+            log.warning("%s; it is started again in %g s (%d of %d)", why, delay, failures, self._restart)
             self._expect(Health("starting", f"{why} and is being started again"))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
@@ -145,7 +175,7 @@ class Supervisor:
 
     async def _run_engine(self) -> tuple[int, bool]:
         """One life of the engine's process: how it ended, and whether it ever served."""
-        async with _child(self._engine_program) as child:
+        async with _child(self._engine_program, heard=self._engine_said) as child:
             self._engine = child
             if self._stopping.is_set():  # told while it was being started
                 child.control.send("stop")
@@ -155,6 +185,39 @@ class Supervisor:
                 return await child.ended(), child.up
             finally:
                 self._engine = None
+
+    def _engine_said(self, what: str, *rest: Any) -> None:
+        if what == "ready" and self._before is not None:
+            self._replaced(True)
+
+    # -- the process beside
+
+    async def _run_beside(self) -> None:
+        if self._beside_program is None:
+            return
+        try:
+            async with _child(self._beside_program, heard=self._beside_said) as child:
+                self._beside = child
+                why = _ending(await child.ended())
+        except OSError as error:
+            why = f"could not be started ({error.strerror or error})"
+        finally:
+            self._beside = None
+        log.error("the process beside the service %s; the service goes on without it", why)
+
+    def _beside_said(self, what: str, *rest: Any) -> None:
+        if what != "replace" or self._stopping.is_set():
+            return
+        if self._before is None:
+            self._before = self._engine_program
+        self._engine_program = Program(self._engine_program.module, rest[0])
+        if self._engine is not None:
+            self._engine.control.send("stop")
+
+    def _replaced(self, serves: bool) -> None:
+        self._before = None
+        if self._beside is not None:
+            self._beside.control.send("replaced", serves)
 
     def _join(self, worker: _Child) -> None:
         if self._engine is None:
@@ -212,12 +275,13 @@ class Supervisor:
 
 
 class _Child:
-    """A process and the socket to it. `up` once it has said "ready" or "up"."""
+    """A process and the socket to it. `up` once it has said something, which is "ready" or "up"; `heard` gets what it says."""
 
-    def __init__(self, process: asyncio.subprocess.Process, control: Control) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, control: Control, heard: Callable[..., None] | None) -> None:
         self.control = control
         self.up = False
         self._process = process
+        self._heard = heard
 
     async def ended(self) -> int:
         """Its exit code; negative is the signal that killed it."""
@@ -239,23 +303,31 @@ class _Child:
         await self._process.wait()
 
     def _hear(self) -> None:
-        if self.control.receive() is None:
+        received = self.control.receive()
+        if received is None:
             asyncio.get_running_loop().remove_reader(self.control.fileno())
-        else:
-            self.up = True
+            return
+        self.up = True
+        if self._heard is not None:
+            self._heard(*received[0])
+
+
+def python_command(module: str, handle: int) -> list[str]:
+    """The command of a plain interpreter that calls `main(handle)` of a module, with this one's search path."""
+    code = _CODE.format(path=[entry or "." for entry in sys.path], module=module, handle=handle)
+    return [sys.executable, "-c", code]
 
 
 @contextlib.asynccontextmanager
-async def _child(program: Program, sockets: Any = ()) -> Any:
+async def _child(program: Program, sockets: Any = (), heard: Callable[..., None] | None = None) -> Any:
     """A process that is gone when the block is left."""
     control, theirs = Control.pair()
     with contextlib.closing(control):
         with theirs:
-            code = _CODE.format(path=[entry or "." for entry in sys.path], module=program.module, handle=theirs.fileno())
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", code, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
+                *python_command(program.module, theirs.fileno()), pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
             )
-        child = _Child(process, control)
+        child = _Child(process, control, heard)
         try:
             control.send("job", program.job, sockets=sockets)
             yield child

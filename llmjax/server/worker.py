@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 from starlette.responses import JSONResponse
@@ -25,6 +26,7 @@ from llmjax.server.control import Control, leave_signals_to_the_supervisor
 from llmjax.server.http_errors import UNAVAILABLE_RETRY_AFTER, error_response
 from llmjax.server.http_server import server_config
 from llmjax.server.middleware import PROBES
+from llmjax.server.recalibration_series import recalibration_registry
 from llmjax.server.service import Service
 from llmjax.telemetry.logs import configure_logging
 
@@ -107,10 +109,13 @@ class _Worker:
             os._exit(_FAILED)
 
     def _on_hello(self) -> None:
-        if self._app is None:
-            options = dict(self._job.options)
-            options["served_names"] = options.get("served_names") or (self._engine.name,)
-            app = create_app(self._engine, ServerConfig(**options))
+        options = dict(self._job.options)
+        options["served_names"] = names = options.get("served_names") or (self._engine.name,)
+        if self._service is None or self._service.config.served_names != names:  # the engine was replaced by another model's
+            if self._service is not None:
+                self._service.close()
+            registries = [] if self._job.recalibration is None else [recalibration_registry(Path(self._job.recalibration))]
+            app = create_app(self._engine, ServerConfig(**options), registries=registries)
             self._service = app.state.service
             self._engine.registries = [app.state.service.metrics.registry]
             self._app = app

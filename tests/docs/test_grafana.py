@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 from fakes_text import plain_byte_tokenizer
+from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_model import Scripted
 from served import Served
 
+from llmjax.pipeline.recalibration import State
+from llmjax.server.recalibration_series import recalibration_registry
 from llmjax.telemetry.reading import SpeculationReading
 from llmjax.telemetry.speculation_series import speculation_series
 
@@ -19,12 +22,15 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
-def labels() -> dict[str, set[str]]:
-    """Labels by the name of a sample, of a server that has answered."""
+def labels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """Labels by the name of a sample, of a server that has answered and has recalibrated."""
+    state = tmp_path_factory.mktemp("state") / "state.json"
+    State(drift={"lengths": 0.1}).write(state)
     served = Served(Scripted(plain_byte_tokenizer(), kv_cache_bytes=16 * 1024).engine)
     served.post("/v1/completions", {"prompt": "a", "max_tokens": 2, "ignore_eos": True})
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(served.get("/metrics").text):
+    text = served.get("/metrics").text + generate_latest(recalibration_registry(state)).decode()
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     served.engine.stop()

@@ -118,7 +118,10 @@ def test_from_a_float_model_to_answers_of_an_int8_one(write: Write) -> None:
         "max_tokens_per_step: 64, buckets: {tokens: 64}}}\n"
         "  batch: {input: ask.jsonl, output: out.jsonl, resume: replace, defaults: {max_tokens: 4, temperature: 0}}\n"
     )
-    options = "smoothing: 0.5, max_sensitivity: 0.5, kl_samples: 0, keep: {mlp.down: bfloat16}, export: out/int8}"
+    options = (
+        "smoothing: 0.5, max_sensitivity: 0.5, kl_samples: 0, sensitivity_samples: 3, max_perplexity_ratio: 1.5, "
+        "keep: {mlp.down: bfloat16}, export: out/int8}"
+    )
     path = write(f"{BASE}{CALIBRATE}{INT8.replace('w8a16}', f'w8a8, {options}')}{GATE}{engine}")
     (path.parent / "ask.jsonl").write_text('{"prompt": [5, 6, 7]}\n', "utf-8")
     heard = Heard()
@@ -149,11 +152,23 @@ def test_from_a_float_model_to_answers_of_an_int8_one(write: Write) -> None:
     assert report is not None
     by_name = {layer.name: layer for layer in report.layers}
     assert (by_name["layers.0.mlp.down"].dtype_after, by_name["layers.0.mlp.down"].kept) == ("bfloat16", "kept by a pattern")
-    plan_of = json.loads((int8 / "plan.json").read_text("utf-8"))["linears"]
+    decided = json.loads((int8 / "plan.json").read_text("utf-8"))
+    assert (decided["max_perplexity_ratio"], report.facts["perplexity ratio"]) == (
+        1.5,
+        f"{decided['perplexity_ratio']:.4f}, at most 1.5",
+    )
+    assert 0.9 < decided["perplexity_ratio"] <= 1.5
+    plan_of = decided["linears"]
     assert [decision["dtype"] for decision in plan_of.values()] == ["int8", "int8", "int8", "bfloat16"]
     qkv = by_name["layers.0.attention.qkv"]
     assert (qkv.dtype_before, qkv.dtype_after, qkv.bytes_before, qkv.bytes_after) == ("float32", "int8", 64 * 32 * 4, 64 * 36)
     assert qkv.relative_l2 is not None
+    for layer in (layer for layer in report.layers if layer.linear):
+        assert layer.error_before is not None
+        assert layer.error_after is not None
+        assert 0 < layer.error_before < 0.2
+        assert 0 < layer.error_after < 0.2
+    assert "Error of each layer" in (int8 / "report.html").read_text("utf-8")
     assert qkv.input_range is not None
     assert (Path("out/int8") / "model.safetensors").is_file()
 
@@ -390,3 +405,11 @@ def test_a_damaged_result_says_what_to_do(tmp_path: Path) -> None:
     gone = StoredModel(tmp_path, "k", "tiny-w8a8", TokenizerFiles(tmp_path / "gone.gguf"))
     with pytest.raises(Exception, match=r"gone.gguf is gone, and tiny-w8a8 has its tokenizer there"):
         gone.tokenizer_files(None)  # type: ignore[arg-type]  # not looked at
+
+
+def test_a_budget_without_samples_of_its_own_says_what_to_do(write: Write) -> None:
+    path = write(BASE + CALIBRATE + INT8.replace("}", ", max_perplexity_ratio: 1.01, sensitivity_samples: 6, kl_samples: 0}"))
+    result = run(load(path))
+    assert "max_perplexity_ratio is measured on samples of the calibration behind the 6 of" in result.stage("int8").error
+    with pytest.raises(ConfigErrors, match=r"max_perplexity_ratio.*needs a calibration"):
+        load(write(BASE + INT8.replace("}", ", max_perplexity_ratio: 1.01}")))

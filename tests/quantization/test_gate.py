@@ -174,7 +174,7 @@ def data() -> QualityData:
 
 
 def test_a_model_that_loops_and_reads_well_is_refused_for_its_loops():
-    """vLLM 14126: "!!!!" for ever. Reading tells nothing of it here, on purpose."""
+    """Report B52 (vLLM 14126): "!!!!" for ever. Reading tells nothing of it here, on purpose."""
     scorer = TableScorer(logits)
     sound = measure_quality(Subject(scorer, ScriptedGenerator(echo)), Subject(scorer, ScriptedGenerator(echo)), data())
     assert judge(sound).passed

@@ -12,7 +12,7 @@ from tiny_models import CONFIGS
 
 from llmjax.errors import ConfigError
 from llmjax.quantization.layer_walk import linear_names
-from llmjax.quantization.plan import LinearSensitivity, Plan, kept_dtype, make_plan, ranked
+from llmjax.quantization.plan import LinearSensitivity, Plan, fit_perplexity, kept_dtype, make_plan, ranked
 from llmjax.quantization.quantize import plan_quantization
 
 FOUND = [
@@ -111,3 +111,55 @@ def test_wrong_budgets_are_refused(options: dict[str, Any], message: str) -> Non
         plan(**options)
     with pytest.raises(ConfigError, match="measure them first"):
         make_plan([], scheme="w8a8", model_dtype="bfloat16")
+
+
+def fit(costs: dict[str, float], limit: float, **options: Any) -> tuple[Plan, list[int]]:
+    """A plan fitted to a model whose perplexity ratio is 1 and these costs of the linears that are int8; what was measured."""
+    seen: list[int] = []
+
+    def ratio_of(tried: Plan) -> float:
+        seen.append(len(tried.linears) - len(tried.quantised))
+        return 1 + sum(costs[name] for name in tried.quantised)
+
+    found = [LinearSensitivity(name, math.sqrt(cost), 0.99, options.get("kl", cost), 100) for name, cost in costs.items()]
+    start = make_plan(found, scheme="w8a8", model_dtype="bfloat16", keep=options.get("keep"))
+    return fit_perplexity(start, ratio_of, model_dtype="bfloat16", max_ratio=limit, progress=lambda done: None), seen
+
+
+COSTS = {f"layers.{index}.mlp.down": (1 + index % 7) * 1e-3 for index in range(40)}
+
+
+@pytest.mark.parametrize("limit", [1.0005, 1.005, 1.01, 1.05, 1.1, 1.156, 1.2])
+def test_a_perplexity_budget_keeps_the_worst_until_it_holds_and_no_more(limit: float) -> None:
+    if limit == 1.0005:
+        with pytest.raises(ConfigError, match=r"no linear can be int8 within max_perplexity_ratio 1\.0005"):
+            fit(COSTS, limit)
+        return
+    got, seen = fit(COSTS, limit)
+    kept = {name for name, decision in got.linears.items() if decision.dtype == "bfloat16"}
+    assert got.perplexity_ratio == 1 + sum(COSTS[name] for name in got.quantised)
+    assert got.perplexity_ratio <= limit
+    assert min((COSTS[name] for name in kept), default=1.0) >= max(COSTS[name] for name in got.quantised)
+    if kept:
+        assert got.perplexity_ratio + min(COSTS[name] for name in kept) > limit
+        assert f"one of the {len(kept)} that cost most: without them the perplexity ratio is above {limit:g}" == (
+            got.linears[next(iter(kept))].reason
+        )
+    assert len(seen) <= 12
+    assert (got.max_perplexity_ratio, Plan.from_json(got.to_json())) == (limit, got)
+
+
+def test_a_budget_goes_by_what_a_weight_costs_and_leaves_what_is_kept_already() -> None:
+    small = LinearSensitivity("layers.0.attention.out", 0.02, 0.9, 0.001, 10)  # less KL, but ten times as much for each weight
+    large = LinearSensitivity("layers.0.mlp.down", 0.03, 0.9, 0.002, 200)
+    start = make_plan([small, large], scheme="w8a8", model_dtype="bfloat16", keep={"layers.9": "float32"})
+    ratios = {2: 1.5, 1: 1.0, 0: 1.0}
+    options: dict[str, Any] = {"model_dtype": "bfloat16", "max_ratio": 1.01, "progress": lambda done: None}
+    got = fit_perplexity(start, lambda tried: ratios[len(tried.quantised)], **options)
+    assert got.quantised == ["layers.0.mlp.down"]
+    kept = make_plan([small, large], scheme="w8a8", model_dtype="bfloat16", keep={"layers.0.mlp.down": "float32"})
+    assert fit_perplexity(kept, lambda tried: 1.0, **options).linears == kept.linears
+    with pytest.raises(ConfigError, match="no linear can be int8"):
+        fit_perplexity(start, lambda tried: math.nan, **options)
+    with pytest.raises(ConfigError, match="is 1 or more"):
+        fit_perplexity(start, lambda tried: 1.0, **options | {"max_ratio": 0.99})

@@ -15,11 +15,15 @@ IDS = list(range(3, 40))
 
 
 def with_outliers(name: str) -> dict:
-    """A tiny model one channel of whose norms is a hundred times the others, and one is zero."""
+    """A tiny model one channel of whose norms and of whose up projections is far larger than the others, and one is zero."""
     params = random_params(CONFIGS[name])
     for layer in params["layers"].values():
         for norm in ("attention_norm", "mlp_norm"):
             layer[norm]["weight"] = layer[norm]["weight"].at[5].set(100.0).at[6].set(0.0)
+        up = CONFIGS[name].mlp_size + np.asarray([9, 6])  # of what the down projection reads, likewise
+        for part, value in layer["mlp"]["gate_up"].items():
+            layer["mlp"]["gate_up"][part] = value.at[up[0]].multiply(1000.0).at[up[1]].set(0.0)
+        layer["mlp"]["down"]["weight"] = layer["mlp"]["down"]["weight"].at[:, 9].multiply(0.001)
     return params
 
 
@@ -38,7 +42,7 @@ def test_the_float_model_is_unchanged(name: str, alpha: float) -> None:
     )  # float64: only the factors' folding rounds
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
     again = calibrate(smoothed, config, [IDS], CalibrateSettings())
-    for linear in ("layers.0.attention.qkv", "layers.1.mlp.gate_up"):
+    for linear in ("layers.0.attention.qkv", "layers.1.mlp.gate_up", "layers.1.mlp.down"):
         old, new = (c.linears[linear].channel_absmax for c in (calibration, again))
         assert old.max() / np.median(old) > 50
         assert new.max() / np.median(new) < old.max() / np.median(old) / 5

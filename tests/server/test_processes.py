@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -47,12 +48,13 @@ class Service:
         self.pids: set[int] = set()
 
     def children(self, kind: str) -> set[int]:
-        """Processes of a kind ("worker" or "engine") that run at this moment."""
+        """Processes of a kind ("worker", "engine" or "beside") that run at this moment."""
         found = set()
         for pid in map(int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()):
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_text()
-                if {"worker": "llmjax.server.worker", "engine": "fake_service_engine"}[kind] in command:
+                modules = {"worker": "llmjax.server.worker", "engine": "fake_service_engine", "beside": "fake_beside"}
+                if modules[kind] in command:
                     found.add(pid)
         self.pids |= found
         return found
@@ -281,3 +283,42 @@ def test_a_stop_while_the_engine_loads_ends_all(start: Callable[..., Service], t
     until(lambda: len(service.children("engine")) == 1)
     service.process.send_signal(signal.SIGINT)
     assert service.ended() == 130
+
+
+def replace(beside: Path, **fields: Any) -> Any:
+    """Have the process beside replace the engine, and what it was told then."""
+    aside = beside.with_name("aside")
+    aside.write_text(json.dumps(fields))
+    aside.rename(f"{beside}.ask")
+    told = Path(f"{beside}.told")
+    until(lambda: told.exists() and told.read_text() != "")
+    return json.loads(told.read_text())
+
+
+def test_an_engine_is_replaced_when_its_requests_have_ended(start: Callable[..., Service], tmp_path: Path) -> None:
+    """It counts as no crash, and the name of the model is the new one's. Without the process beside the service goes on."""
+    service = start(beside=str(tmp_path / "beside"), workers=2)
+    service.wait_for(200)
+    (engine,), (beside,) = service.children("engine"), service.children("beside")
+    stream = Stream(service, max_tokens=400)
+    assert replace(tmp_path / "beside", name="anew") == ["replaced", True]
+    assert stream.ended()["choices"][0]["finish_reason"] == "length"
+    service.wait_for(200)
+    assert service.children("engine") != {engine}
+    until(lambda: [httpx2.get(service.url + "/v1/models").json()["data"][0]["id"] for _ in range(8)] == ["anew"] * 8)
+    os.kill(beside, signal.SIGKILL)
+    until(lambda: "the service goes on without it" in service.log.read_text())
+    assert service.complete() == "abca"
+    service.process.send_signal(signal.SIGTERM)
+    assert service.ended() == 0
+
+
+def test_an_engine_that_does_not_start_leaves_its_place_to_the_one_before(start: Callable[..., Service], tmp_path: Path) -> None:
+    service = start(beside=str(tmp_path / "beside"))
+    service.wait_for(200)
+    assert replace(tmp_path / "beside", name="anew", broken=True) == ["replaced", False]
+    service.wait_for(200)
+    assert service.client.get("/v1/models").json()["data"][0]["id"] == "fake"
+    assert service.complete() == "abca"
+    service.process.send_signal(signal.SIGTERM)
+    assert service.ended() == 0

@@ -6,16 +6,47 @@ import shutil
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from llmjax.pipeline.model_source import open_model
 from llmjax.pipeline.sample_data import DataSection, read_data
-from llmjax.pipeline.schema import StageSection
+from llmjax.pipeline.schema import Duration, Section, StageSection, located
 from llmjax.pipeline.stages import StageContext, StageInput, StageKind
 from llmjax.pipeline.stored_calibration import StoredCalibration
 
 CHECKPOINT_EVERY = 16
 """Samples between two checkpoints, about: at most so many are run again after an interruption."""
+
+
+class RecalibrateSection(Section):
+    """When a server that this pipeline ends with calibrates anew, from its own traffic log. See docs/int8.md."""
+
+    drift_above: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Calibrate anew when activations or lengths of the traffic differ by more than this from those calibrated "
+        "with: 0 is alike, 1 apart altogether. By default drift is not measured.",
+        json_schema_extra={"keyed": False},
+    )
+    every: Duration | None = Field(
+        None,
+        gt=0,
+        description="Calibrate anew when the last time is so long ago. By default never for that reason.",
+        json_schema_extra={"keyed": False},
+    )
+    check: Duration = Field(
+        21600.0,
+        gt=0,
+        description="Time from one look at the traffic to the next; each costs a calibration where drift is measured.",
+        json_schema_extra={"keyed": False},
+    )
+
+    @model_validator(mode="after")
+    def _says_when(self) -> RecalibrateSection:
+        if self.drift_above is None and self.every is None:
+            raise located("say when: give drift_above, every or both")
+        return self
 
 
 class CalibrateSection(StageSection):
@@ -31,6 +62,12 @@ class CalibrateSection(StageSection):
         "It is for the report; the scales of activations are taken token by token as they come.",
     )
     seed: int = Field(0, ge=0, le=2**32 - 1, description="Of which samples are run.")
+    recalibrate: RecalibrateSection | None = Field(
+        None,
+        description="Calibrate, quantise and judge again from the traffic of the server at the end of the pipeline, beside it, "
+        "and serve what passes the gate. Off by default.",
+        json_schema_extra={"keyed": False},
+    )
 
 
 class CalibrateKind(StageKind[CalibrateSection]):

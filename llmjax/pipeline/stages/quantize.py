@@ -12,6 +12,8 @@ from llmjax.pipeline.schema import DType, OutputPath, Section, StageSection, loc
 from llmjax.pipeline.stages import StageContext, StageInput, StageKind
 from llmjax.pipeline.tree import KeyPath
 
+_MEASURING = ("smoothing", "max_sensitivity", "max_perplexity_ratio")
+
 
 class GranularitySection(Section):
     """What shares a scale."""
@@ -67,6 +69,12 @@ class QuantizeSection(StageSection):
         description="Linears whose output, when they alone are quantised, is off by more than this (relative L2) stay as they "
         "are. Needs a calibration. By default nothing is measured.",
     )
+    max_perplexity_ratio: float | None = Field(
+        None,
+        ge=1,
+        description="The worst linears stay as they are until the model's perplexity is at most so many times the float one's "
+        "(1.01 say), on samples of the calibration behind those of `sensitivity_samples`. Needs a calibration. Off by default.",
+    )
     sensitivity_samples: int = Field(
         32, ge=1, description="Of the calibration's samples, those that sensitivity is measured with, if it is."
     )
@@ -78,6 +86,11 @@ class QuantizeSection(StageSection):
         description="Folder to write the model to as safetensors as well, in compressed-tensors' layout, when it is made. It "
         "must not exist.",
     )
+
+    @property
+    def measures(self) -> bool:
+        """Whether what a calibration saw changes the model."""
+        return any(getattr(self, name) is not None for name in _MEASURING)
 
     @computed_field  # type: ignore[prop-decorator]  # as pydantic's documentation has it
     @property
@@ -97,7 +110,7 @@ class QuantizeKind(StageKind[QuantizeSection]):
 
     def check_inputs(self, config: QuantizeSection, inputs: Mapping[str, str]) -> Sequence[tuple[KeyPath, str]]:
         """Smoothing and the measurement need a calibration."""
-        needing = [name for name in ("smoothing", "max_sensitivity") if getattr(config, name) is not None]
+        needing = [name for name in _MEASURING if getattr(config, name) is not None]
         if "calibration" in inputs:
             return ()
         return [((name,), "needs a calibration, and no earlier stage gives one: add a calibrate stage") for name in needing]
