@@ -10,9 +10,9 @@ there, and one engine serves every rate.
 
 - plain: speculation switched off in the same engine; steps are those of an engine without it, within noise (`--never-on` builds
   one and prints it too);
-- always: `tokens` drafts in each round; `expected` is tokens of a round * plain step / round. Tokens of a round are measured; with
-  drafts that are accepted at a rate a, one after the other, they are 1 + a + ... + a**k. `acceptance` is of all drafts, those
-  behind a rejected one too;
+- always: `tokens` drafts in each round; `expected` is tokens of a round * plain step / round, the tokens as measured. With drafts
+  accepted at a rate a, one after the other, they are 1 + a + ... + a**k. `acceptance` is of all drafts, those behind a rejected
+  one too;
 - adaptive: the engine decides; it should never be below 0.98 of plain;
 - mix: a tenth of the requests at a rate of 0.1, the others at 0.8, and the former alone.
 
@@ -49,6 +49,10 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "llama-8b": {"hidden_size": 2048, "num_layers": 16, "head_dim": 64, "mlp_size": 8192, "tie_embeddings": True},
     "tiny": {"num_layers": 1},
 }
+COLUMNS = [
+    "case", "batch", "plain_ms", "never_on_ms", "round_ms", "tokens_a_round", "acceptance", "always", "expected", "adaptive",
+    "adaptive_acceptance", "off",
+]  # fmt: skip
 MIX = (0.1, 0.8)
 """Rates of every tenth request and of the others."""
 
@@ -74,22 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if batch > 1:
             rows.add(**_case(llm, "mix", mix, plain, always, args))
         rows.add(**_case(llm, "only poor", [MIX[0]] * batch, plain, always, args))
-    rows.close(
-        [
-            "case",
-            "batch",
-            "plain_ms",
-            "never_on_ms",
-            "round_ms",
-            "tokens_a_round",
-            "acceptance",
-            "always",
-            "expected",
-            "adaptive",
-            "adaptive_acceptance",
-            "off",
-        ]
-    )
+    rows.close(COLUMNS)
 
 
 def _case(
