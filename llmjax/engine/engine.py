@@ -321,6 +321,9 @@ class Engine:
             size = batch.num_steps if batch.kind == "decode" else batch.draft_length
             self.speculation.measured(batch.kind, len(batch.rows), size, seconds)
         self._ready += self._process(result, read_ns)
+        if result.proposed is not None and result.accepted is not None:
+            self.stats.drafted += int(result.proposed.sum())
+            self.stats.accepted += int(result.accepted.sum())
         if self.trace is not None:
             self.trace.read(result, waits_ns, read_ns, time.monotonic_ns())
 

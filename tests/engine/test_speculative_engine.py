@@ -46,14 +46,14 @@ class Watched(Speculation):
         super().__init__(config, seconds)
         self.seen: list[tuple[int, int]] = []
         self.random: random.Random | None = None
-        self.off = False
+        self.silent = False
 
-    def plan(self, decoding: Sequence[Request], now: float) -> Drafting | None:
+    def plan(self, decoding: Sequence[Request]) -> Drafting | None:
         rng = self.random
-        if self.off:
+        if self.silent:
             return None
         if rng is None:
-            return super().plan(decoding, now)
+            return super().plan(decoding)
         if rng.random() < 0.4:
             return None
         length = rng.choice(self._config.lengths)
@@ -277,7 +277,7 @@ def test_tokens_and_logprobs_are_those_of_plain_steps(engine: Engine) -> None:
     outputs = []
     for off in (True, False):
         watched = use(engine)
-        watched.off = off
+        watched.silent = off
         names = []
         for prompt, settings in zip(ids, SETTINGS, strict=True):
             if has_draft_model(engine) and settings["temperature"]:
