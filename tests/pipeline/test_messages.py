@@ -226,12 +226,12 @@ def test_mistakes_of_all_files_come_together(write: Write) -> None:
 
 def test_kinds_that_do_not_exist(write: Write) -> None:
     assert messages(write(GOOD + "  shadow: {task: x}\n")) == [
-        "5:3: stages.shadow: unknown kind 'shadow'; known: batch, calibrate, engine, gate, loadtest, model, quantize, serve, tune; "
-        "a stage of another name says its kind with 'uses'"
+        "5:3: stages.shadow: unknown kind 'shadow'; known: batch, calibrate, engine, gate, loadtest, model, quantize, serve, "
+        "tune; a stage of another name says its kind with 'uses'"
     ]
     assert messages(write(GOOD + "  x: {uses: engin}\n")) == [
         "5:13: stages.x.uses: unknown kind 'engin'; did you mean 'engine'; known: batch, calibrate, engine, gate, loadtest, "
-        "model, quantize, serve"
+        "model, quantize, serve, tune"
     ]
     assert messages(write(GOOD + "  x: {uses: 3}\n")) == ["5:13: stages.x.uses: expected the name of a stage kind"]
     assert messages(write(GOOD + "  'a b': {uses: engine}\n"))[0].endswith(
