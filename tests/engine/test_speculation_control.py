@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 
@@ -157,3 +158,20 @@ def test_what_launches_take_is_measured_and_followed(made: Engine) -> None:
     ask(made, 2)
     assert seconds.of(2, 3) != before
     assert seconds.of(5, 3) == float("inf")
+
+
+def test_a_launch_before_which_the_draft_model_catches_up_is_no_measure(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would make rounds look dear just when they are tried again after many plain steps."""
+    kinds: list[str] = []
+    monkeypatch.setattr(Speculation, "measured", lambda self, kind, rows, size, seconds: kinds.append(kind))
+    turns = itertools.count()
+    always = Speculation.plan
+    monkeypatch.setattr(Speculation, "plan", lambda self, decoding: always(self, decoding) if next(turns) % 6 == 5 else None)
+    (told,) = ask(engine, 1)
+    assert told.speculation is not None
+    assert told.speculation.rounds >= 5
+    assert set(kinds) == {"decode"}
+    kinds.clear()
+    monkeypatch.setattr(Speculation, "plan", always)
+    ask(engine, 1)
+    assert "speculate" in kinds
