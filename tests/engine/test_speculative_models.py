@@ -10,14 +10,16 @@ import pytest
 from fakes_text import plain_byte_tokenizer
 from tiny_models import CONFIGS, naive_greedy, random_params
 
-from llmjax.engine.compile_programs import Shapes, abstract, lower, step_function, wanted
+from llmjax.engine.compile_programs import DraftShapes, Shapes, abstract, lower, step_function, wanted
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.draft_model import DraftModel, fitting_draft
 from llmjax.engine.engine import Engine
 from llmjax.engine.llm import LLM
+from llmjax.engine.memory import MemoryPlan, plan_memory, tree_bytes
 from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.state import DeviceState
 from llmjax.errors import ConfigError, ModelError
+from llmjax.model.kv_cache import cache_bytes_per_page
 from llmjax.model.registry import get_model
 from llmjax.sampling_params import SamplingParams
 from llmjax.scheduling.speculation_config import SpeculationConfig
@@ -166,6 +168,23 @@ def test_a_history_is_all_that_speculation_adds_to_plain_programs() -> None:
     assert shapes.state().history.shape == (5, 96)
     for key in wanted(resolved):
         assert step_function(key, get_model(CONFIG.family), shapes)
+
+
+def test_the_memory_plan_counts_draft_and_history() -> None:
+    model, target = get_model(CONFIG.family), abstract(random_params(CONFIG))
+    drafting = dataclasses.replace(CONFIG, num_layers=1, sliding_windows=(0,))
+    draft = DraftShapes(drafting, abstract(random_params(drafting)))
+
+    def plan(method: str | None, draft: DraftShapes | None = None) -> MemoryPlan:
+        speculative = None if method is None else SpeculationConfig(method=method)  # type: ignore[arg-type]
+        resolved = options(speculative=speculative).resolved(gpu=False, model_max_context=512)
+        return plan_memory(model, CONFIG, target, resolved, None, None, draft=draft)
+
+    plain, ngram, both = plan(None), plan("ngram"), plan("draft", draft)
+    assert ngram.state - plain.state == both.state - plain.state == 4 * 5 * 96  # int32, five rows of a full context
+    assert (ngram.weights, ngram.page_bytes) == (plain.weights, plain.page_bytes)
+    assert both.page_bytes == plain.page_bytes + cache_bytes_per_page(drafting, 16)
+    assert both.weights == plain.weights + tree_bytes(draft.params)
 
 
 @pytest.mark.slow
