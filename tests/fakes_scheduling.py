@@ -124,7 +124,7 @@ class RandomSpeculation(Speculation):
         self.seen = [0, 0]
         self.ended_ids: list[str] = []
 
-    def plan(self, decoding: Sequence[Request], now: float) -> Drafting | None:
+    def plan(self, decoding: Sequence[Request]) -> Drafting | None:
         assert decoding
         if self.random.random() < 0.3:
             return None

@@ -24,17 +24,8 @@ from llmjax.engine.compile_counter import CompileCounter
 from llmjax.engine.compile_pool import LoweringFailed, LoweringPool
 from llmjax.engine.compile_store import ProgramStore
 from llmjax.engine.config import ResolvedConfig
-from llmjax.engine.speculative import (
-    Drafter,
-    ModelDrafter,
-    NgramDrafter,
-    TruncatedDrafter,
-    catch_up_layout,
-    catch_up_step,
-    extend_with_draft,
-    speculate_layout,
-    speculate_step,
-)
+from llmjax.engine.drafting import Drafter, ModelDrafter, NgramDrafter, TruncatedDrafter
+from llmjax.engine.speculative import catch_up_layout, catch_up_step, extend_with_draft, speculate_layout, speculate_step
 from llmjax.engine.state import ROWS_A_RESET, init_state, no_known_tokens, no_seen_tokens, pack_masks, pack_resets, reset_rows
 from llmjax.engine.step import decode_layout, decode_steps, extend_layout, extend_step
 from llmjax.engine.token_masks import num_mask_words

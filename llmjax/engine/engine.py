@@ -316,13 +316,23 @@ class Engine:
         result = self._pending[0].result()  # blocks: an interrupt here leaves the launch in place, to be read again
         self._pending.popleft()
         read_ns = time.monotonic_ns()
-        seconds, batch = self._timer.read(read_ns), result.batch
-        if self.speculation is not None and seconds is not None and batch.kind != "extend":
-            size = batch.num_steps if batch.kind == "decode" else batch.draft_length
-            self.speculation.measured(batch.kind, len(batch.rows), size, seconds)
+        self._measure(result.batch, read_ns)
         self._ready += self._process(result, read_ns)
+        if result.proposed is not None and result.accepted is not None:
+            self.stats.drafted += int(result.proposed.sum())
+            self.stats.accepted += int(result.accepted.sum())
         if self.trace is not None:
             self.trace.read(result, waits_ns, read_ns, time.monotonic_ns())
+
+    def _measure(self, batch: ScheduledBatch, read_ns: int) -> None:
+        """Tell what a launch has taken, where that says something of its program: not if a draft model had to catch up before."""
+        seconds = self._timer.read(read_ns)
+        if self.speculation is None or seconds is None:
+            return
+        if batch.kind == "decode":
+            self.speculation.measured("decode", len(batch.rows), batch.num_steps, seconds)
+        elif batch.kind == "speculate" and all(row.catch_up == (0, 0) for row in batch.rows):
+            self.speculation.measured("speculate", len(batch.rows), batch.draft_length, seconds)
 
     def _process(self, output: StepOutput, now_ns: int) -> list[RequestOutput]:
         changed: dict[LiveRequest, None] = {}

@@ -15,7 +15,8 @@ class EngineStats:
     `prompt_tokens_cached` those of them that were found. A preempted request is not counted again, nor one with
     `prompt_logprobs`, which is not looked up. `prompt_tokens_computed` are known tokens that were computed, and
     `tokens_recomputed` those of them that were no part of a prompt computed for the first time: a preempted request is computed
-    again as far as it had come. `corrupted` counts the requests of `finished` that met logits that were not finite.
+    again as far as it had come. `drafted` are the tokens drafted by speculative decoding, and `accepted` those of them that were
+    right. `corrupted` counts the requests of `finished` that met logits that were not finite.
     """
 
     num_pages: int = 0
@@ -27,6 +28,8 @@ class EngineStats:
     prompt_tokens_cached: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
     corrupted: int = 0
     finished: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     started: float = dataclasses.field(default_factory=time.monotonic)

@@ -101,6 +101,7 @@ def test_help_names_every_command(run: Run) -> None:
         "inspect",
         "doctor",
         "new",
+        "tune",
         "bench",
     ):
         assert f"  {name} " in out

@@ -23,7 +23,7 @@ from llmjax.engine.config import EngineConfig
 from llmjax.engine.engine_messages import frame, pack_error, pack_part, read_frame, unpack_error, unpack_part
 from llmjax.engine.engine_socket import EngineSocket
 from llmjax.engine.health import Health
-from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, SpeculationOutput
 from llmjax.engine.remote_engine import RemoteEngine
 from llmjax.engine.request_stream import Part
 from llmjax.errors import ContextLengthError, EngineError, LlmjaxError, QueueFullError, RequestError, UnavailableError
@@ -108,7 +108,7 @@ def test_a_part_comes_out_as_it_went_in() -> None:
         CompletionOutput(0, "é", [1, 2], -1.5, [position, PositionLogprobs(fake_logprob(9))], "stop", "x", "why"),
         CompletionOutput(1),
     ]
-    part = Part(choices, [5, 6], [None, position], 2, 3, True, timings)
+    part = Part(choices, [5, 6], [None, position], 2, 3, True, timings, SpeculationOutput(1, 3, 2, "cost"))
     for one in (part, choices[0]):
         for field in dataclasses.fields(one):
             assert getattr(one, field.name) not in (None, "", [], 0) or field.name == "index", f"{field.name} is not tried"

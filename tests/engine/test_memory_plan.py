@@ -200,3 +200,25 @@ def test_nothing_on_the_device_grows_over_many_requests() -> None:
     assert live() == before
     assert engine.pool.num_used == 0
     assert engine.stats.preemptions > 0
+
+
+def test_the_doctor_counts_a_draft_model(tmp_path: Path) -> None:
+    from llmjax.pipeline import load
+    from llmjax.pipeline.memory_plan import memory_plan
+
+    shape = "vocab_size: 301, hidden_size: 48, num_heads: 4, num_kv_heads: 2, head_dim: 16, mlp_size: 80, max_positions: 128"
+    source = f"dtype: float32, source: {{random: {{config: {{family: llama, {shape}, num_layers: "
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        "apiVersion: llmjax/v1\nname: p\nruntime: {platform: cpu}\nstages:\n"
+        f"  big: {{uses: model, {source}4}}}}}}}}\n"
+        f"  small: {{uses: model, {source}1}}}}}}}}\n"
+        "  engine: {model: big, max_context: 64, kv_cache: {memory: 1MiB}, batching: {max_sequences: 2},\n"
+        "    speculative: {method: draft, draft: small}}\n"
+    )
+    (drafting,) = memory_plan(load(path))
+    (plain,) = memory_plan(load(path, sets=["stages.engine.speculative=null"]))
+    assert (drafting.model, plain.model) == ("big", "big")
+    assert drafting.plan.weights > plain.plan.weights
+    assert drafting.plan.state > plain.plan.state
+    assert (drafting.plan.num_pages, plain.plan.num_pages) == (2**20 // (5 * 4096), 2**20 // (4 * 4096))

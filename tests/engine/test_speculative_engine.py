@@ -21,6 +21,7 @@ from llmjax.engine.config import EngineConfig
 from llmjax.engine.draft_model import DraftModel
 from llmjax.engine.engine import Engine
 from llmjax.engine.outputs import RequestOutput
+from llmjax.errors import NonFiniteError
 from llmjax.sampling_params import SamplingParams
 from llmjax.scheduling.request import Request
 from llmjax.scheduling.scheduler import Scheduler
@@ -46,14 +47,14 @@ class Watched(Speculation):
         super().__init__(config, seconds)
         self.seen: list[tuple[int, int]] = []
         self.random: random.Random | None = None
-        self.off = False
+        self.silent = False
 
-    def plan(self, decoding: Sequence[Request], now: float) -> Drafting | None:
+    def plan(self, decoding: Sequence[Request]) -> Drafting | None:
         rng = self.random
-        if self.off:
+        if self.silent:
             return None
         if rng is None:
-            return super().plan(decoding, now)
+            return super().plan(decoding)
         if rng.random() < 0.4:
             return None
         length = rng.choice(self._config.lengths)
@@ -64,12 +65,12 @@ class Watched(Speculation):
         self.seen.append((proposed, accepted))
 
 
-def make_engine(method: str) -> Engine:
+def make_engine(method: str, *, noise: float = 0.5) -> Engine:
     options = EngineConfig(
         max_context=CONTEXT, max_sequences=4, max_tokens_per_step=32, prefill_chunk=24, decode_steps=2, row_buckets=(4,),
         token_buckets=(32,), speculative=SpeculationConfig(method=method, tokens=3, adaptive=False),  # type: ignore[arg-type]
     )  # fmt: skip
-    draft = DraftModel(DRAFT_CONFIG, draft_params(0.5)) if method == "draft" else None
+    draft = DraftModel(DRAFT_CONFIG, draft_params(noise)) if method == "draft" else None
     return Engine(CONFIG, {"table": jnp.asarray(TABLE)}, None, options, draft=draft)
 
 
@@ -277,7 +278,7 @@ def test_tokens_and_logprobs_are_those_of_plain_steps(engine: Engine) -> None:
     outputs = []
     for off in (True, False):
         watched = use(engine)
-        watched.off = off
+        watched.silent = off
         names = []
         for prompt, settings in zip(ids, SETTINGS, strict=True):
             if has_draft_model(engine) and settings["temperature"]:
@@ -336,3 +337,9 @@ def distribution(ids: list[int], out: Sequence[int], *, temperature: float, top_
     kept = logits >= np.sort(logits)[-top_k]
     weights = np.where(kept, np.exp((logits - logits.max()) / temperature), 0.0)
     return weights / weights.sum()
+
+
+@pytest.mark.slow
+def test_a_draft_model_that_is_not_finite_is_told_at_the_start() -> None:
+    with pytest.raises(NonFiniteError, match="the draft model gives NaN"):
+        make_engine("draft", noise=np.nan)

@@ -82,11 +82,13 @@ stages:
         ("{prefil_chunk: 3}", "prefil_chunk: unknown key; did you mean 'batching.prefill_chunk'"),
         (
             "{xyzzy: 3}",
-            "xyzzy: unknown key; known: uses, needs, when, model, max_context, kv_cache, batching, queue, deterministic",
+            "xyzzy: unknown key; known: uses, needs, when, model, max_context, kv_cache, batching, queue, deterministic, "
+            "speculative",
         ),
         (
             "{xyzzy: null}",
-            "xyzzy: unknown key; known: uses, needs, when, model, max_context, kv_cache, batching, queue, deterministic",
+            "xyzzy: unknown key; known: uses, needs, when, model, max_context, kv_cache, batching, queue, deterministic, "
+            "speculative",
         ),
         ("{max_context: '2048'}", "max_context: expected a whole number, got '2048'; write it without quotes"),
         ("{max_context: 2k}", "max_context: expected a whole number, got '2k'"),
@@ -225,12 +227,12 @@ def test_mistakes_of_all_files_come_together(write: Write) -> None:
 
 def test_kinds_that_do_not_exist(write: Write) -> None:
     assert messages(write(GOOD + "  shadow: {task: x}\n")) == [
-        "5:3: stages.shadow: unknown kind 'shadow'; known: batch, calibrate, engine, gate, loadtest, model, quantize, serve; "
-        "a stage of another name says its kind with 'uses'"
+        "5:3: stages.shadow: unknown kind 'shadow'; known: batch, calibrate, engine, gate, loadtest, model, quantize, serve, "
+        "tune; a stage of another name says its kind with 'uses'"
     ]
     assert messages(write(GOOD + "  x: {uses: engin}\n")) == [
         "5:13: stages.x.uses: unknown kind 'engin'; did you mean 'engine'; known: batch, calibrate, engine, gate, loadtest, "
-        "model, quantize, serve"
+        "model, quantize, serve, tune"
     ]
     assert messages(write(GOOD + "  x: {uses: 3}\n")) == ["5:13: stages.x.uses: expected the name of a stage kind"]
     assert messages(write(GOOD + "  'a b': {uses: engine}\n"))[0].endswith(
