@@ -17,8 +17,11 @@ CASE = Case(name="", **LLAMA_8B, page_size=16, rows=ROWS, decode=True, table_pag
 VERIFY = dataclasses.replace(CASE, rows=((0, 0), (5, 5), (37, 1), (300, 4)), decode=False, max_queries=5, table_pages=32)
 
 
-@pytest.mark.parametrize("page", [16, 32, 64])
-@pytest.mark.parametrize("model", [LLAMA_8B, QWEN2_5_1_5B, SMOLLM2_135M], ids=["llama-8b", "qwen2.5-1.5b", "smollm2"])
+@pytest.mark.parametrize(
+    ("model", "page"),
+    [(LLAMA_8B, 16), (LLAMA_8B, 32), (LLAMA_8B, 64), (QWEN2_5_1_5B, 16), (QWEN2_5_1_5B, 64), (SMOLLM2_135M, 32)],
+    ids=["llama-8b-16", "llama-8b-32", "llama-8b-64", "qwen2.5-1.5b-16", "qwen2.5-1.5b-64", "smollm2-32"],
+)
 @pytest.mark.parametrize("case", [CASE, VERIFY], ids=["decode", "verify"])
 def test_every_candidate(case, model, page):
     case = dataclasses.replace(case, **model, page_size=page, table_pages=case.table_pages * 16 // page)
