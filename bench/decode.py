@@ -60,6 +60,7 @@ def main() -> None:
     config = EngineConfig(
         max_context=context,
         page_size=args.page_size,
+        kv_cache_dtype=args.kv_dtype,
         kv_cache_bytes=None if args.kv_gib is None else int(args.kv_gib * 2**30),
         max_sequences=max(batches),
         max_tokens_per_step=args.tokens_per_step,
@@ -76,11 +77,11 @@ def main() -> None:
     for batch, prompt in prompts:
         step = _step_ms(llm, batch, prompt, args.output)
         steady, host = _steady_ms(llm, batch, prompt, args.output)
-        parts = {} if args.no_parts else _parts_ms(llm, batch, prompt, args.output, args.page_size)
+        parts = {} if args.no_parts or args.kv_dtype else _parts_ms(llm, batch, prompt, args.output, args.page_size)
         total = sum(parts.values())
         rows.add(
-            preset=args.preset, quantize=args.quantize, batch=batch, prompt=prompt, step_ms=step, steady_ms=steady, host_ms=host,
-            tokens_per_second=batch / step * 1e3,
+            preset=args.preset, quantize=args.quantize, kv_dtype=args.kv_dtype, batch=batch, prompt=prompt, step_ms=step,
+            steady_ms=steady, host_ms=host, tokens_per_second=batch / step * 1e3,
             **{f"{name}_ms": value for name, value in parts.items()},
             efficiency=total / steady if parts else None,
             vllm_ms=VLLM_STEP_MS.get(args.preset, {}).get((batch, prompt)),
@@ -103,6 +104,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kv-gib", type=float)
     parser.add_argument("--dtype")
     parser.add_argument("--quantize", choices=SCHEMES, help="linears in int8; the weights are made so on the device")
+    parser.add_argument("--kv-dtype", choices=["int8"], help="of keys and values; the parts are not timed then")
     parser.add_argument("--compile-cache")
     parser.add_argument("--no-parts", action="store_true")
     parser.add_argument("--json")

@@ -27,8 +27,8 @@ MAX_QUERIES = 8
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 INT8_HEAD_DIMS = (64, 128, 256)
 
-FEWEST_SCALES = 32
-"""Scales that a copy brings: it begins at whole 128 bytes of shared memory."""
+SCALES = 32
+"""Of int8 pages a copy brings some times as many scales, so that the next begins at whole 128 bytes of shared memory."""
 
 HALF_SHARED_BYTES = 115712 - 1024
 """The same, if two CTAs are to share a multiprocessor."""
@@ -132,8 +132,12 @@ def candidates(key: Mapping[str, int | str]) -> list[Config]:
 
 def default_config(shape: Shape) -> Config:
     """A configuration by rule: the best block (see `_blocks`) with which the device can be filled, two CTAs on each
-    multiprocessor; if none can, the one with most CTAs."""
+    multiprocessor; if none can, the one with most CTAs. UnsupportedShape where there is no block."""
     configs = [_configured(shape, heads, keys) for heads, keys in _blocks(shape)]
+    if not configs:
+        raise UnsupportedShape(
+            f"no blocks of {shape.kv_heads} kv heads on pages of {shape.page} tokens serve {shape.heads} heads"
+        )
 
     def ctas(config: Config) -> int:
         return shape.rows * (shape.kv_heads // config.heads) * config.splits
@@ -382,8 +386,8 @@ def _reason(shape: Shape, config: Config) -> str | None:
         return f"{config.heads} heads a copy need {plan.tiles} query tiles, at most 2"
     if shape.int8 and plan.tiles > 1:
         return "int8 pages take one query tile"
-    if shape.int8 and plan.block_rows // plan.copies < FEWEST_SCALES:
-        return f"a copy of int8 pages brings {FEWEST_SCALES} heads of tokens or more, got {plan.block_rows // plan.copies}"
+    if shape.int8 and plan.block_rows // plan.copies % SCALES:
+        return f"a copy of int8 pages brings a multiple of {SCALES} heads of tokens, got {plan.block_rows // plan.copies}"
     if shape.bias and config.heads > 1:
         return "a relative bias takes one head a copy"
     if plan.shared_bytes > SHARED_BYTES:

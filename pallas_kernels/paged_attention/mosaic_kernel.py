@@ -190,7 +190,7 @@ class _Cta(Work):
             if plan.quantized:
                 values, scale = self._widened("v", slot)
                 refill("v", index, slot, ids)
-                # Of int8 values the scale alone can be NaN, and so is the weight of a key that nobody sees.
+                # A weight of 0 does not silence a scale that is NaN, as those of free slots may be.
                 weights = jnp.where(seen, weights * lax.broadcast_in_dim(scale, shape, [1]), 0.0)
             else:
                 edge = (base < self.seen) | (base + plan.block > self.end)

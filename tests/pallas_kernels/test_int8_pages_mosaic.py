@@ -136,8 +136,7 @@ def test_the_key_tells_int8_from_bfloat16():
     [
         Shape(rows, 1, *model, page, 2048, 0, 1)
         for rows in (1, 128)
-        for model in (LLAMA_8B, QWEN_1_5B, SMOLLM2)
-        for page in (16, 64)
+        for model, page in ((LLAMA_8B, 16), (LLAMA_8B, 64), (QWEN_1_5B, 16), (SMOLLM2, 32))
     ],
     ids=lambda shape: "-".join(map(str, shape)),
 )
@@ -152,7 +151,7 @@ def test_candidates_are_servable_and_begin_with_the_default(shape):
     ("head_dim", "options", "message"),
     [
         (96, {}, "head dims 64, 128, 256, got 96"),
-        (64, {"config": Config(1, 64, 1)}, "brings 32 heads of tokens or more, got 16"),
+        (64, {"config": Config(1, 64, 1)}, "brings a multiple of 32 heads of tokens, got 16"),
         (64, {"config": Config(4, 16, 99)}, "bytes of shared memory, at most 231424"),
     ],
 )
@@ -161,3 +160,11 @@ def test_what_it_cannot_serve_is_refused_with_the_reason(head_dim, options, mess
     cache = pages((20, 4, 16, head_dim))
     with pytest.raises(UnsupportedShape, match=message):
         mosaic.paged_attention(q, cache, cache, *batch, page_offset=0, scale=1.0, decode=True, **options)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "page"), [(9, 3, 16), (8, 1, 16), (71, 1, 32)])
+def test_shapes_without_a_block_are_refused(heads, kv_heads, page):
+    """A copy of one page of an odd number of heads brings too few scales; 71 heads are two tiles."""
+    q, cache = jnp.zeros((4, heads, 64), jnp.bfloat16), pages((20, kv_heads, page, 64))
+    with pytest.raises(UnsupportedShape, match=f"no blocks of {kv_heads} kv heads on pages of {page} tokens"):
+        mosaic.paged_attention(q, cache, cache, *queries()[1], page_offset=0, scale=1.0, decode=True)
