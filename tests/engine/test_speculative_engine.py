@@ -159,11 +159,10 @@ def test_greedy_tokens_are_those_of_the_model_alone(engine: Engine, mixed: bool)
     assert 0 < accepted < proposed
 
 
+@pytest.mark.parametrize("made", ["draft"], indirect=True)
 def test_a_draft_that_is_the_model_itself_is_always_right(engine: Engine) -> None:
     """Whatever was launched in between: so its cache holds what it should at every position, holes filled. By plain decoding it
     would take three or four times as many launches."""
-    if not has_draft_model(engine):
-        pytest.skip("prompt lookup has no model")
     use_draft(engine, 0.0)
     try:
         for mixed in (False, True):
@@ -298,10 +297,10 @@ def test_tokens_and_logprobs_are_those_of_plain_steps(engine: Engine) -> None:
             assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, rel=1e-6)
 
 
+@pytest.mark.parametrize("made", ["draft"], indirect=True)
 def test_the_distribution_of_whole_outputs_is_the_models(engine: Engine) -> None:
-    """Three tokens of 1500 requests, with filters and a penalty: chi-square over all outputs, in fixed noise."""
-    if not has_draft_model(engine):
-        pytest.skip("equal to plain steps token for token: see above")
+    """Three tokens of 1500 requests, with filters and a penalty: chi-square over all outputs, in fixed noise. (With prompt lookup
+    they are those of plain steps token for token.)"""
     prompt, count = [1, 2, 3], 1500
     settings = {"temperature": 1.2, "top_k": 3, "frequency_penalty": 0.4}
     want: dict[tuple[int, ...], float] = {(): 1.0}
