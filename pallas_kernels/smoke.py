@@ -6,6 +6,7 @@ Owns the probes and the measure of an error. Drivers and compilers have given wr
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +27,7 @@ from pallas_kernels.matmul import DENSE, GATED_DENSE, RESIDUAL_DENSE
 from pallas_kernels.paged_attention import PAGED_ATTENTION
 from pallas_kernels.paged_attention.shapes import Case, make_inputs
 from pallas_kernels.quantized import pack, quantize, quantize_tokens
+from pallas_kernels.quantized_pages import QuantizedPages, quantize_heads
 from pallas_kernels.rope_kv_write import ROPE_KV_WRITE
 
 if TYPE_CHECKING:
@@ -177,6 +179,14 @@ def _decode_attention(random: np.random.Generator) -> Call:
     return Call(args, kwargs)
 
 
+def _int8_decode_attention(random: np.random.Generator) -> Call:
+    (q, k_cache, v_cache, *batch), kwargs = _decode_attention(random)
+    factors = np.exp2(random.integers(-3, 1, (2, *k_cache.shape[1::2])))  # of two layers, a head and a channel
+    rounded = (quantize_heads(cache.swapaxes(1, 2), None) for cache in (k_cache, v_cache))
+    k, v = (QuantizedPages(qvalue.swapaxes(1, 2), scale.swapaxes(1, 2)) for qvalue, scale in rounded)
+    return Call((q, dataclasses.replace(k, channels=jnp.asarray(factors, jnp.float32)), v, *batch), kwargs)
+
+
 def _extend_attention(random: np.random.Generator) -> Call:
     """Prompts, a chunk on a prefix and a decoding row, over several blocks of keys."""
     case = Case(
@@ -256,6 +266,7 @@ PROBES = (
     Probe(RMS_NORM_QUANTIZE, _norm_quantize, _dequantized),
     Probe(RESIDUAL_RMS_NORM_QUANTIZE, _residual_norm_quantize, _dequantized),
     Probe(PAGED_ATTENTION, _decode_attention),
+    Probe(PAGED_ATTENTION, _int8_decode_attention),
     Probe(PAGED_ATTENTION, _extend_attention),
     Probe(FLASH_ATTENTION, _flash_attention),
     Probe(ROPE_KV_WRITE, _rope_kv_write),

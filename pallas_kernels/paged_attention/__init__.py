@@ -22,6 +22,14 @@ PAGED_ATTENTION.register(
     candidates=mosaic.candidates,
     untuned=True,
 )
+# The same kernel on int8 pages, chosen only where the table says so of them.
+PAGED_ATTENTION.register(
+    "mosaic_int8",
+    mosaic.paged_attention,
+    shape_key=mosaic.int8_shape_key,
+    config_type=mosaic.Config,
+    candidates=mosaic.candidates,
+)
 # Few queries a row are bound by reading their keys, which splits among CTAs; many are bound by multiplying: another kernel.
 PAGED_ATTENTION.register(
     "flash",

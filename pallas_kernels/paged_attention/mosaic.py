@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,10 +102,31 @@ def shape_key(
     alibi_slopes: Array | None = None,
     relative_bias: Array | None = None,
 ) -> dict[str, int]:
-    """The tuning key of a call. Raises UnsupportedShape where `paged_attention` does."""
+    """The tuning key of a call on bfloat16 pages. Raises UnsupportedShape where `paged_attention` does."""
     queries = _queries(decode, max_queries)
     key = _shape(q, k_cache, v_cache, page_table, queries, relative_bias)._asdict()
-    return {name: value for name, value in key.items() if name != "int8" or value}
+    if key.pop("int8"):
+        raise UnsupportedShape("int8 pages are chosen for under a name of their own")
+    return key
+
+
+def int8_shape_key(
+    q: Array,
+    k_cache: QuantizedPages,
+    v_cache: QuantizedPages,
+    page_table: Array,
+    *others: Array,
+    decode: bool,
+    max_queries: int = 0,
+    relative_bias: Array | None = None,
+    **options: Any,
+) -> dict[str, int]:
+    """The same of a call on int8 pages. Apart, so that what is known of bfloat16 pages never chooses for these."""
+    del others, options
+    shape = _shape(q, k_cache, v_cache, page_table, _queries(decode, max_queries), relative_bias)
+    if not shape.int8:
+        raise UnsupportedShape("int8 pages only")
+    return shape._asdict()
 
 
 def candidates(key: Mapping[str, int | str]) -> list[Config]:

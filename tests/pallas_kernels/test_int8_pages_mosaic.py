@@ -127,8 +127,13 @@ def pages(cache=(20, 4, 16, 64)):
 def test_the_key_tells_int8_from_bfloat16():
     q, batch = queries()
     plain = jnp.zeros((20, 4, 16, 64), jnp.bfloat16)
-    key = mosaic.shape_key(q, plain, plain, *batch, page_offset=0, scale=1.0, decode=True)
-    assert mosaic.shape_key(q, pages(), pages(), *batch, page_offset=0, scale=1.0, decode=True) == key | {"int8": 1}
+    options = {"page_offset": 0, "scale": 1.0, "decode": True}
+    key = mosaic.shape_key(q, plain, plain, *batch, **options)
+    assert mosaic.int8_shape_key(q, pages(), pages(), *batch, **options) == key | {"int8": 1}
+    with pytest.raises(UnsupportedShape, match="a name of their own"):  # so that what suits bfloat16 pages is not taken for these
+        mosaic.shape_key(q, pages(), pages(), *batch, **options)
+    with pytest.raises(UnsupportedShape, match="int8 pages only"):
+        mosaic.int8_shape_key(q, plain, plain, *batch, **options)
 
 
 @pytest.mark.parametrize(

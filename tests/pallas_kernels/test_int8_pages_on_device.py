@@ -28,7 +28,7 @@ def test_every_candidate(case, model, page):
     args, offset = make(case)
     right = expected(case, args, offset)
     options = {"page_offset": offset, "scale": case.scale, "decode": case.decode, "max_queries": case.max_queries}
-    for config in mosaic.candidates(mosaic.shape_key(*args, **options)):
+    for config in mosaic.candidates(mosaic.int8_shape_key(*args, **options)):
         run = jax.jit(lambda *args, config=config: mosaic.paged_attention(*args, config=config, **options))
         got = np.asarray(run(*args), np.float64)
         np.testing.assert_allclose(got, right, rtol=0, atol=2e-2, err_msg=str(config))
