@@ -1,10 +1,12 @@
 """What the device does in a steady decode: busy and idle share, kernels by time and count a step, and the gaps between them.
 
     python -m bench.step_profile --preset llama-8b --batch 64 --kv-gib 20
+    python -m bench.step_profile --preset llama-8b --batch 256 --joining 1792 --tokens-per-step 2048 --kv-gib 40
 
-Every row decodes; `--launches` launches are recorded by JAX's profiler, from an idle device to an idle device, and read back
-from its xplane file (on a GPU the streams' kernels; on a CPU the operations of XLA's thread pool, which only shows that the
-bench works). Two figures of idleness, because recording costs time:
+Every row decodes, and with `--joining` a prompt of so many tokens joins each launch, which is one step then. `--launches` of them
+are recorded by JAX's profiler, from an idle device to an idle device, and read back from its xplane file (on a GPU the streams'
+kernels; on a CPU the operations of XLA's thread pool, which only shows that the bench works). Two figures of idleness, because
+recording costs time:
 
 - idle: 1 - union of the kernel intervals / the window from the first kernel to the last one, as recorded;
 - idle_untraced: 1 - the recorded busy time of a step / the wall time of a step without the profiler.
@@ -42,6 +44,7 @@ from llmjax.sampling_params import SamplingParams
 HOST_COPIES = ("MemcpyH2D", "MemcpyD2H")
 GAP_CLASSES_US = (1.0, 2.0, 5.0, 20.0, 100.0)
 SETTLE_LAUNCHES = 4  # after the prompts, before anything is timed
+JOINED_ROWS = 4  # for prompts that join: the host reads of their end a launch later
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,16 +180,17 @@ def main() -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {graphs}".strip()
     rows = Rows(args.json)
     output = (SETTLE_LAUNCHES + 2 * args.launches + 4) * args.decode_steps
+    sequences = args.batch + (JOINED_ROWS if args.joining else 0)
     config = EngineConfig(
-        max_context=args.prompt + output,
+        max_context=max(args.prompt + output, args.joining + 1),
         page_size=args.page_size,
         kv_cache_bytes=None if args.kv_gib is None else int(args.kv_gib * 2**30),
-        max_sequences=args.batch,
-        max_tokens_per_step=max(args.tokens_per_step, args.batch),
+        max_sequences=sequences,
+        max_tokens_per_step=max(args.tokens_per_step, sequences),
         prefill_chunk=args.tokens_per_step,
         decode_steps=args.decode_steps,
-        row_buckets=(args.batch,),
-        token_buckets=(max(args.tokens_per_step, args.batch),),
+        row_buckets=tuple(sorted({args.batch, sequences})),
+        token_buckets=(max(args.tokens_per_step, sequences),),
         compile_cache=args.compile_cache,
         prefix_cache=False,  # the same prompts again must cost what they did
     )
@@ -205,22 +209,32 @@ def main() -> None:
     for _ in range(SETTLE_LAUNCHES):
         _step(engine)
     launches = range(args.launches)
+    steps = 1 if args.joining else args.decode_steps  # of a launch
+    joining = random.integers(0, engine.model_config.num_tokens, (2 * args.launches, args.joining)).tolist()
+    one_token = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+    def launch() -> int:
+        if args.joining:
+            engine.add_request(joining.pop(), one_token)
+        return _step(engine)
+
     started = time.perf_counter()
-    tokens = [_step(engine) for _ in launches]
-    untraced = (time.perf_counter() - started) / args.launches / args.decode_steps
+    tokens = [launch() for _ in launches]
     _drain(engine)
+    untraced = (time.perf_counter() - started) / args.launches / steps
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(args.keep or scratch)
         with jax.profiler.trace(str(folder), profiler_options=_options()):
             started = time.perf_counter()
             for _ in launches:
-                tokens.append(_step(engine))
+                tokens.append(launch())
             _drain(engine)
-            traced = (time.perf_counter() - started) / args.launches / args.decode_steps
+            traced = (time.perf_counter() - started) / args.launches / steps
         profile = analyse(read_trace(folder))
     # The first of the recorded calls reads what the drain before it left; every one launches all rows.
-    assert all(count in (0, full, 2 * full) for count in tokens), f"not a steady decode: tokens a call {tokens}, expected {full}"
-    _report(rows, profile, args, untraced, traced)
+    steady = args.joining or all(count in (0, full, 2 * full) for count in tokens)
+    assert steady, f"not a steady decode: tokens a call {tokens}, expected {full}"
+    _report(rows, profile, args, args.launches * steps, untraced, traced)
 
 
 def _arguments() -> argparse.Namespace:
@@ -229,6 +243,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="a model's path, instead of a preset")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--joining", type=int, default=0, help="tokens of a prompt that joins each launch")
     parser.add_argument("--launches", type=int, default=12)
     parser.add_argument("--decode-steps", type=int, default=8)
     parser.add_argument("--page-size", type=int, default=16)
@@ -263,8 +278,7 @@ def _options() -> Any:
     return options
 
 
-def _report(rows: Rows, profile: Profile, args: argparse.Namespace, untraced: float, traced: float) -> None:
-    steps = args.launches * args.decode_steps
+def _report(rows: Rows, profile: Profile, args: argparse.Namespace, steps: int, untraced: float, traced: float) -> None:
     busy_ms = profile.busy / steps / 1e6
     for kernel in profile.kernels[: args.top]:
         us = kernel.total / steps / 1e3
@@ -276,7 +290,7 @@ def _report(rows: Rows, profile: Profile, args: argparse.Namespace, untraced: fl
     for high, count, total in profile.gap_classes:
         rows.add(gaps_up_to_us=str(high), count_a_step=count / steps, us_a_step=total / steps / 1e3)
     summary: dict[str, Any] = {
-        "model": args.model or args.preset, "batch": args.batch, "steps": steps,
+        "model": args.model or args.preset, "batch": args.batch, "joining": args.joining, "steps": steps,
         "kernels_a_step": sum(k.count for k in profile.kernels) / steps,
         "busy_ms_a_step": busy_ms, "window_ms_a_step": profile.window / steps / 1e6,
         "idle": profile.idle, "idle_untraced": 1.0 - busy_ms / (untraced * 1e3),
