@@ -141,7 +141,7 @@ def test_weights_are_not_read_on_when_the_draft_model_does_not_fit(draft: str) -
     target = LoadedModel(CONFIG, _reading(CONFIG, targets), None, "random")
     other = dataclasses.replace(CONFIG, vocab_size=299, num_tokens=299)
     given = "/nowhere" if draft == "nowhere" else LoadedModel(other, _reading(other, drafts), None, "random")
-    with pytest.raises((ModelError, ConfigError), match="nowhere|the draft model has 299 tokens"):
+    with pytest.raises((ModelError, ConfigError), match=r"nowhere|the draft model has 299 tokens"):
         LLM(target, draft=given, speculative=SpeculationConfig(method="draft"))
     assert targets.is_set()
     assert drafts.is_set() == (draft != "nowhere")
