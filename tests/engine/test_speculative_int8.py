@@ -49,7 +49,7 @@ def test_drafts_over_int8_pages_change_no_token(method: str) -> None:
     draft = DraftModel(CONFIG, params) if method == "draft" else None
     engine = Engine(CONFIG, params, None, options, draft=draft)
     drafted = answers(engine)
-    assert engine.stats.drafted > 100
+    assert engine.stats.drafted > 50
     if method == "draft":  # the same model over a cache that is not rounded
         assert engine.stats.accepted > 0.7 * engine.stats.drafted
     engine.set_policy(speculative=None)
