@@ -182,7 +182,7 @@ def draft_lengths(engine_config: ResolvedConfig) -> tuple[int, ...]:
     """The numbers of drafts that programs are compiled for, rising: one only in a deterministic engine."""
     speculative = engine_config.speculative
     assert speculative is not None
-    return speculative.lengths[-1:] if engine_config.deterministic else speculative.lengths
+    return speculative.compiled_lengths(deterministic=engine_config.deterministic)
 
 
 def catch_up_key(engine_config: ResolvedConfig) -> Key:

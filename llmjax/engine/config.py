@@ -111,11 +111,20 @@ class EngineConfig:
             if lane.weight < 1 or (lane.depth is not None and lane.depth < 1) or (lane.timeout is not None and lane.timeout <= 0):
                 raise ConfigError(f"lanes: weight and depth of lane '{lane.name}' must be at least 1, its timeout above 0")
 
+    def _check_speculative_programs(self, speculative: SpeculationConfig, row_buckets: int) -> None:
+        lengths = speculative.compiled_lengths(deterministic=self.deterministic)
+        programs = row_buckets * len(lengths) + (speculative.method == "draft")
+        if programs > MAX_SPECULATIVE_PROGRAMS:
+            raise ConfigError(
+                f"row_buckets make {programs} programs for drafts, at most {MAX_SPECULATIVE_PROGRAMS} are allowed: name fewer "
+                "sizes, or lower speculative.disable_above_batch"
+            )
+
     def resolved(self, *, gpu: bool, model_max_context: int) -> ResolvedConfig:
         """The same with every None that depends on device or model filled in.
 
         Raises:
-            ConfigError: `max_context` is above the model's.
+            ConfigError: `max_context` is above the model's, or there are too many programs.
         """
         if self.max_context is not None and self.max_context > model_max_context:
             raise ConfigError(f"max_context {self.max_context} is above the {model_max_context} positions of the model; lower it")
@@ -135,6 +144,7 @@ class EngineConfig:
         if self.speculative is not None:
             last = pick(rows, min(self.speculative.disable_above_batch, rows[-1]))
             speculating = tuple(size for size in rows if size <= last)
+            self._check_speculative_programs(self.speculative, len(speculating))
         if programs > MAX_PROGRAMS:
             raise ConfigError(
                 f"row_buckets and token_buckets make {programs} programs, at most {MAX_PROGRAMS} are allowed: name fewer sizes"

@@ -426,7 +426,8 @@ class Engine:
         if self.has_unfinished:
             raise EngineError("the policy can be changed only while nothing runs: call step until has_unfinished is False")
         wanted, built = policy.get("speculative"), self._built_speculative
-        if wanted is not None and (built is None or not wanted.runs_on(built)):
+        deterministic = self.config.deterministic
+        if wanted is not None and (built is None or not wanted.runs_on(built, deterministic=deterministic)):
             raise ConfigError(f"the engine has no programs for {wanted}; it was built for {built}: build a new engine")
         self.config = dataclasses.replace(self.config, **policy)
         if "speculative" in policy:

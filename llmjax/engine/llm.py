@@ -14,6 +14,7 @@ from llmjax.engine.config import EngineConfig
 from llmjax.engine.draft_model import DraftModel
 from llmjax.engine.engine import Engine
 from llmjax.engine.outputs import RequestOutput
+from llmjax.engine.startup import given_up_on_failure
 from llmjax.engine.tokenizer import Tokenizer, load_tokenizer
 from llmjax.errors import ConfigError, QueueFullError, RequestError
 from llmjax.model.checkpoint.load import LoadedModel, load_model
@@ -85,8 +86,10 @@ class LLM:
             tokenizer = load_tokenizer(Path(tokenizer))
         assert config is not None
         self.name = _name(model, package, config)
-        drafting = None if draft is None else _draft_model(draft, dtype)
-        self.engine = Engine(config, params, tokenizer, engine_config, eos_ids=eos_ids, startup=startup, draft=drafting)
+        with given_up_on_failure(params):
+            drafting = None if draft is None else _draft_model(draft, dtype)
+            with given_up_on_failure(None if drafting is None else drafting.params):
+                self.engine = Engine(config, params, tokenizer, engine_config, eos_ids=eos_ids, startup=startup, draft=drafting)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

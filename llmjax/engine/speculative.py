@@ -5,9 +5,9 @@ the host reads it a launch later. `extend_with_draft` and `catch_up_step` keep a
 know no requests: who drafts, and how many tokens, comes packed with the launch.
 
 What a row gets has exactly the target's distribution, whatever is drafted: see `sample.sample`. Greedy rows, and all rows with
-prompt lookup, get token for token what plain steps give. Sampled rows with other drafts get other tokens of the same
-distribution, and which depends on the places that had a draft: a seed alone fixes them only where launches depend on the request
-alone (`deterministic`).
+prompt lookup, get token for token what plain steps give, as far as one program rounds as the other. Sampled rows with other
+drafts get other tokens of the same distribution, and which depends on the places that had a draft: a seed alone fixes them only
+where launches depend on the request alone (`deterministic`).
 """
 
 from __future__ import annotations

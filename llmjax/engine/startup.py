@@ -70,7 +70,7 @@ def start_runner(
     ours, store = sizes.only_shared_decoders(model), None
     if engine_config.compile_cache is not None and ours:  # of another model's source nothing is known
         store = ProgramStore(engine_config.compile_cache)
-    with contextlib.ExitStack() as stack, _given_up_on_failure(params, draft_params):
+    with contextlib.ExitStack() as stack, given_up_on_failure(params, draft_params):
         start_pool = functools.cache(functools.partial(_start_pool, ours, engine_config, stack))
         if store is None or store.recall(sizes.identity(("all", 0, 0))) is None:
             start_pool()  # nothing is compiled: JAX is imported there while the memory is planned here
@@ -126,8 +126,8 @@ def _awaited(params: Any, timeline: Timeline) -> Any:
 
 
 @contextlib.contextmanager
-def _given_up_on_failure(*trees: Any) -> Iterator[None]:
-    """A start that fails does not go on reading weights."""
+def given_up_on_failure(*trees: Any) -> Iterator[None]:
+    """A start that fails does not go on reading weights: of parameters that are `PendingParams`."""
     try:
         yield
     except BaseException:

@@ -112,6 +112,12 @@ def take_back(request: Request, count: int) -> None:
         request.num_drafted = min(request.num_drafted, reached)
 
 
+def note_ended(request: Request) -> None:
+    """A request has ended. A launch in flight that was to show its draft model the last computed token finds the row ended."""
+    if request.num_in_flight:
+        request.num_drafted = min(request.num_drafted, request.num_tokens - 2)
+
+
 def note_joined(rows: Sequence[ScheduledRow]) -> None:
     """These rows decode in an extend launch, where a draft model computes their tokens too."""
     for row in rows:

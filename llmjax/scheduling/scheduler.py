@@ -45,7 +45,7 @@ from llmjax.scheduling.admission import Admission
 from llmjax.scheduling.finish_reason import FinishReason
 from llmjax.scheduling.held_pages import HeldPages
 from llmjax.scheduling.lanes import Lanes
-from llmjax.scheduling.launch_rows import LaunchRows, note_joined, take_back
+from llmjax.scheduling.launch_rows import LaunchRows, note_ended, note_joined, take_back
 from llmjax.scheduling.pace import Pace
 from llmjax.scheduling.page_map import PageUse
 from llmjax.scheduling.page_pool import PagePool
@@ -202,7 +202,7 @@ class Scheduler:
         if self._in_flight and decoding and takes_turns_alone(self._running) and self._next(now) is None:
             return None  # read first, and launch all together
         if (drafting := self._plan_drafts(decoding, prefilling, now)) is not None:
-            self._pace.launched(1, now)
+            self._pace.launched(0, now)
             return self._speculate(decoding, drafting, preempted)
         # Rows that decode always get their token: a long prompt must not stop a running answer.
         num_steps = 1 if prefilling else self._choose_num_steps(decoding, missing, now, closed)
@@ -391,6 +391,8 @@ class Scheduler:
                 reason = "length" if done else None
             if reason is None and len(tokens) < samples:
                 take_back(request, samples - len(tokens))
+            if reason is not None:
+                note_ended(request)
             if prefixes is not None and reason != "error":
                 # Of a row that decodes the last token is known but not computed; where it began may not have been known.
                 end = row.start + row.num_tokens if row.token_ids else request.num_tokens - 1

@@ -151,7 +151,7 @@ class Speculation:
             record = request.speculation
             if record is None:
                 record = self._begin(request)
-            if longest is not None and record.off is None and request.num_computed_tokens >= longest:
+            if longest is not None and record.off in (None, "acceptance") and request.num_computed_tokens >= longest:
                 self._switch_off(record, "length")
             drafts = max(0, min(tokens, request.num_left - 1)) if record.off is None else 0
             most.append(drafts)

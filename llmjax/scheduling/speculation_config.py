@@ -65,14 +65,19 @@ class SpeculationConfig:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The numbers of drafts that programs are compiled for, rising."""
+        """The numbers of drafts that launches choose from, rising."""
         return tuple(sorted({(self.tokens + 1) // 2, self.tokens}))
 
-    def runs_on(self, built: SpeculationConfig) -> bool:
+    def compiled_lengths(self, *, deterministic: bool) -> tuple[int, ...]:
+        """Those that an engine built for this has programs of: one only in a deterministic engine."""
+        return self.lengths[-1:] if deterministic else self.lengths
+
+    def runs_on(self, built: SpeculationConfig, *, deterministic: bool) -> bool:
         """Whether an engine that was built for `built` has every program that this needs."""
-        used = self.lengths if self.adaptive else (self.tokens,)
+        used = self.lengths if self.adaptive and not deterministic else (self.tokens,)
+        compiled = built.compiled_lengths(deterministic=deterministic)
         same = all(getattr(self, name) == getattr(built, name) for name in ("method", "layers", "ngram_min", "ngram_max"))
-        return same and set(used) <= set(built.lengths) and self.disable_above_batch <= built.disable_above_batch
+        return same and set(used) <= set(compiled) and self.disable_above_batch <= built.disable_above_batch
 
 
 def _check_count(name: str, value: object) -> None:

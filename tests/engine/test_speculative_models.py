@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +20,7 @@ from llmjax.engine.memory import MemoryPlan, plan_memory, tree_bytes
 from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.state import DeviceState
 from llmjax.errors import ConfigError, ModelError
+from llmjax.model.checkpoint.load import LoadedModel, PendingParams
 from llmjax.model.kv_cache import cache_bytes_per_page
 from llmjax.model.registry import get_model
 from llmjax.sampling_params import SamplingParams
@@ -62,6 +64,19 @@ def test_the_first_layers_draft_for_all_of_them(truncated: Engine) -> None:
     for name, (prompt, limit) in names.items():
         assert done[name].outputs[0].token_ids == naive_greedy(truncated.runner.params, prompt, CONFIG, limit)
     assert truncated.runner.compiles_after_ready == 0
+
+
+def test_a_deterministic_engine_has_programs_of_one_length(truncated: Engine) -> None:
+    """A policy with the other length, which its config knows too, would end the engine with its first launch."""
+    built = truncated.config.speculative
+    assert built is not None
+    assert built.lengths == (2, 3)
+    with pytest.raises(ConfigError, match=r"the engine has no programs for .*tokens=2"):
+        truncated.set_policy(speculative=dataclasses.replace(built, tokens=2))
+    truncated.set_policy(speculative=dataclasses.replace(built, adaptive=True))
+    prompt = [random.randrange(CONFIG.num_tokens) for _ in range(9)]
+    name = truncated.add_request(prompt, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    assert len(finish(truncated)[name].outputs[0].token_ids) == 8
 
 
 def test_deterministic_drafts_are_the_same_alone_and_in_a_crowd(truncated: Engine) -> None:
@@ -112,8 +127,34 @@ def test_what_is_refused() -> None:
         SpeculationConfig(method="ngram", tokens=9)
     with pytest.raises(ModelError, match="nowhere"):
         LLM(params={}, config=CONFIG, draft="/nowhere", speculative=SpeculationConfig(method="draft"))
+    many = options(row_buckets=tuple(range(1, 7)), max_sequences=6, speculative=SpeculationConfig(method="ngram"))
+    with pytest.raises(ConfigError, match="row_buckets make 12 programs for drafts, at most 11 are allowed"):
+        many.resolved(gpu=False, model_max_context=512)
     padded = dataclasses.replace(CONFIG, vocab_size=320)
     assert fit("draft", padded).config.vocab_size == 320
+
+
+@pytest.mark.parametrize("draft", ["nowhere", "other vocabulary"])
+def test_weights_are_not_read_on_when_the_draft_model_does_not_fit(draft: str) -> None:
+    """The process could not end before all of them were read."""
+    targets, drafts = threading.Event(), threading.Event()
+    target = LoadedModel(CONFIG, _reading(CONFIG, targets), None, "random")
+    other = dataclasses.replace(CONFIG, vocab_size=299, num_tokens=299)
+    given = "/nowhere" if draft == "nowhere" else LoadedModel(other, _reading(other, drafts), None, "random")
+    with pytest.raises((ModelError, ConfigError), match=r"nowhere|the draft model has 299 tokens"):
+        LLM(target, draft=given, speculative=SpeculationConfig(method="draft"))
+    assert targets.is_set()
+    assert drafts.is_set() == (draft != "nowhere")
+
+
+def _reading(config: Any, given_up: threading.Event) -> PendingParams:
+    """Parameters that are read for a minute, or until nobody wants them."""
+
+    def load() -> dict[str, Any]:
+        given_up.wait(60)
+        return {}
+
+    return PendingParams(config, load, given_up)
 
 
 class _OtherTokenizer:

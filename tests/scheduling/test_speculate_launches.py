@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from fakes_scheduling import RandomSpeculation, Simulation, make_request
+from fakes_scheduling import RandomSpeculation, Simulation, make_request, solo
 
 from llmjax.scheduling.request import Request
 from llmjax.scheduling.speculation import Drafting
@@ -99,6 +99,32 @@ def test_a_draft_model_catches_up_after_plain_launches() -> None:
     assert not any(row.catch_up != (0, 0) for batch in lookup.batches for row in batch.rows)
 
 
+def test_a_page_whose_last_token_the_draft_model_never_saw_is_not_taken_for_seen() -> None:
+    """All drafts of a round are right, the token behind them ends the row and the page: the launch behind it, which was to show
+    the last draft to the draft model, does nothing. Who finds the page has to catch up; the device asserts that it does."""
+    prompt = make_request("a", 4, 40).prompt_ids
+    for drafts in (1, 2, 3):
+        for place in range(1, 24):
+            sim = simulate(tokens=drafts, page_size=4, prefix_cache=True)
+            sim.device.random = AllOf()
+            stop = solo(make_request("a", prompt, 40), 40)[0][place]
+            first = sim.add(make_request("a", prompt, 40, stop_ids=[stop]))
+            sim.drain()
+            sim.add(make_request("b", [*prompt, *first.output_ids, 1, 2, 3], 8))
+            sim.drain()
+
+
+def test_a_round_is_not_taken_for_a_step() -> None:
+    """It takes longer, and would make launches of several steps look long."""
+    sim = simulate()
+    sim.add(make_request("a", 5, 30))
+    for _ in range(6):
+        sim.now += 1.0
+        sim.step()
+    assert [batch.kind for batch in sim.batches[1:]] == ["speculate"] * 5
+    assert sim.scheduler._pace.step_seconds is None
+
+
 def test_rows_with_a_form_take_one_token_beside_rows_that_draft() -> None:
     sim = simulate()
     sim.add(make_request("a", 5, 30))
@@ -140,3 +166,10 @@ class HalfOf(random.Random):
 
     def randint(self, a: int, b: int) -> int:
         return b // 2
+
+
+class AllOf(random.Random):
+    """Takes them all."""
+
+    def randint(self, a: int, b: int) -> int:
+        return b

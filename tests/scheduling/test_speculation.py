@@ -155,6 +155,17 @@ def test_beyond_max_length_nobody_drafts() -> None:
     assert not drafted(run(control(max_length=100), [Text(0.9, 50, prompt=150)]))
 
 
+def test_beyond_max_length_nobody_drafts_along() -> None:
+    """One that is off for its acceptance does, as long as it is short, where others draft."""
+    speculation = control(max_length=60)
+    result = run(speculation, [Text(0.1, 400), *[Text(0.95, 40)] * 60], batch=4)
+    record = result.requests[0].speculation
+    assert record is not None
+    assert record.off == "length"
+    assert WARM_UP < record.rounds < 60
+    assert switches(speculation) == {("off", "acceptance"): 1, ("off", "length"): 1}
+
+
 def test_a_large_batch_does_not_draft_and_one_row_more_or_less_does_not_switch() -> None:
     speculation = control(disable_above_batch=8)
     result = run(speculation, [Text(0.9, 100)] * 16, batch=9)
