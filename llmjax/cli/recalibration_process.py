@@ -73,7 +73,9 @@ def _look_for_ever(engine_job: dict[str, Any], control: Control, answers: queue.
     assert chain is not None, "the service starts this process for a pipeline that has one"
     path = state_path(pipeline)
     runs = Runs(chain, options["values"], load_with, lambda values, until: run_beside(options, values, until), swap_to)
-    recalibration = Recalibration(chain.rule, runs, State.read(path), lambda state: state.write(path))
+    state = State.read(path)
+    runs.forget_all_but(state.data)
+    recalibration = Recalibration(chain.rule, runs, state, lambda state: state.write(path))
     while True:
         time.sleep(chain.rule.check)
         try:
