@@ -52,7 +52,7 @@ class Chain:
 
 
 def chain_of(stages: Sequence[Stage]) -> tuple[Chain | None, list[Problem]]:
-    """What a pipeline recalibrates; None for nothing, and where it says so, what it lacks for that."""
+    """What a pipeline recalibrates; None for nothing, as without a server, and where it says so, what it lacks for that."""
     if not any(stage.kind.name == "calibrate" for stage in stages):
         return None, []  # the kinds below need not be imported
     from llmjax.pipeline.stages.calibrate import CalibrateSection
@@ -73,8 +73,10 @@ def chain_of(stages: Sequence[Stage]) -> tuple[Chain | None, list[Problem]]:
     if len(asking) > 1:
         return lacking(f"only one calibration can be recalibrated, and '{asking[1].name}' is to be as well")
     server = list(on.values())[-1]
-    if not isinstance(server.config, ServeSection) or server.config.traffic is None:
-        return lacking("needs 'serve' as the last stage, with 'traffic': that is what is calibrated from")
+    if not isinstance(server.config, ServeSection):
+        return None, []  # serve is switched off, or left out for a benchmark of the same file
+    if server.config.traffic is None:
+        return lacking("needs 'serve' with 'traffic': that is what is calibrated from")
     engine = on.get(server.inputs.get("engine", ""))
     gate = on.get(engine.inputs.get("model", "")) if engine is not None else None
     quantize = on.get(gate.inputs.get("candidate", "")) if gate is not None and isinstance(gate.config, GateSection) else None

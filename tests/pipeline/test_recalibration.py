@@ -228,7 +228,7 @@ def test_the_state_outlives_the_service(tmp_path: Path, caplog: pytest.LogCaptur
     [
         ("{drift_above: 0.6, every: 7d}", "{}", "say when: give drift_above, every or both"),
         ("0.6", "1.5", "must be at most 1, got 1.5"),
-        (", traffic: {path: traffic.jsonl, sample: 100%}", "", "needs 'serve' as the last stage, with 'traffic'"),
+        (", traffic: {path: traffic.jsonl, sample: 100%}", "", "needs 'serve' with 'traffic'"),
         ("model: gate", "model: int8", "must take a gate over a quantised model"),
         (", smoothing: 0.5", "", "'int8' does not depend on it"),
     ],
@@ -237,6 +237,12 @@ def test_what_it_lacks_is_told_where_it_is_asked_for(file: Path, old: str, new: 
     file.write_text(file.read_text().replace(old, new))
     with pytest.raises(ConfigErrors, match=f"recalibrate.*{told}"):
         load(file)
+
+
+@pytest.mark.parametrize("values", [{"stages.serve": None}, {"stages.serve.when": "never"}])
+def test_without_its_server_the_pipeline_is_as_good_as_any(file: Path, values: Mapping[str, Any]) -> None:
+    """`llmjax tune` and `llmjax bench` leave it out."""
+    assert chain_of(load(file, values=values).stages) == (None, [])
 
 
 def test_frozen_and_recalibrated_is_a_contradiction(file: Path) -> None:
