@@ -23,11 +23,13 @@ from llmjax.server.supervisor import python_command
 log = logging.getLogger(__name__)
 
 RUN = "llmjax.cli.recalibration_run"
+_LOWEST = 19
 
 
 def main(handle: int) -> None:
     """Work for the supervisor at the other end of this descriptor, until that closes."""
     leave_signals_to_the_supervisor()
+    os.nice(_LOWEST)  # it reads a log of gigabytes, and what it starts is no more urgent
     control = Control.inherited(handle)
     received = control.receive()
     if received is None:
