@@ -315,7 +315,7 @@ class Bench:
         return True
 
     def traffic(self, moment: float, short: int, long: int) -> None:
-        draw = random.Random(moment)
+        draw = random.Random(short)  # not by the time: now and then lengths would differ by chance
         Path("traffic.jsonl").write_text("".join(line(moment + n, ids(draw, short, long)) for n in range(12)))
 
 
@@ -329,7 +329,9 @@ def test_traffic_becomes_the_model_that_the_same_pipeline_starts_with(file: Path
     assert not bench.path.exists()
     assert bench.run(bench.values, "calibrate") == 0
     (calibration,) = stored("calibrate")
-    made = os.stat(f".llmjax/store/calibrate/{calibration}/manifest.json").st_mtime
+    folder = Path(".llmjax/store/calibrate", calibration)
+    made = os.stat(folder / "manifest.json").st_mtime
+    assert stat.S_IMODE(os.stat(folder / "samples.npz").st_mode) == 0o600  # it may be traffic
     lock = Path(".llmjax/test.lock.json").read_text()
 
     bench.traffic(made + 1, 18, 38)  # with its answers, lengths are as before
