@@ -179,6 +179,26 @@ def _decode_attention(random: np.random.Generator) -> Call:
     return Call(args, kwargs)
 
 
+def _verify_attention(random: np.random.Generator) -> Call:
+    """A row's last token and as many drafts as there may be, in two query tiles; fewer of other rows."""
+    case = Case(
+        name="probe",
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=128,
+        page_size=16,
+        rows=((9, 9), (0, 0), (300, 9), (33, 4), (65, 1)),
+        padded_tokens=4,
+        max_queries=9,
+        layers=2,
+        layer=1,
+    )
+    inputs, offset = make_inputs(case, seed=int(random.integers(2**31)))
+    args = (*(jnp.asarray(a, jnp.bfloat16) for a in inputs[:3]), *map(jnp.asarray, inputs[3:]))
+    kwargs = {"page_offset": jnp.int32(offset), "scale": case.scale, "window": 0, "soft_cap": 0.0, "decode": False}
+    return Call(args, kwargs | {"max_queries": case.max_queries})
+
+
 def _int8_decode_attention(random: np.random.Generator) -> Call:
     (q, k_cache, v_cache, *batch), kwargs = _decode_attention(random)
     factors = np.exp2(random.integers(-3, 1, (2, *k_cache.shape[1::2])))  # of two layers, a head and a channel
@@ -266,6 +286,7 @@ PROBES = (
     Probe(RMS_NORM_QUANTIZE, _norm_quantize, _dequantized),
     Probe(RESIDUAL_RMS_NORM_QUANTIZE, _residual_norm_quantize, _dequantized),
     Probe(PAGED_ATTENTION, _decode_attention),
+    Probe(PAGED_ATTENTION, _verify_attention),
     Probe(PAGED_ATTENTION, _int8_decode_attention),
     Probe(PAGED_ATTENTION, _extend_attention),
     Probe(FLASH_ATTENTION, _flash_attention),

@@ -23,11 +23,13 @@ from llmjax.server.supervisor import python_command
 log = logging.getLogger(__name__)
 
 RUN = "llmjax.cli.recalibration_run"
+_LOWEST = 19
 
 
 def main(handle: int) -> None:
     """Work for the supervisor at the other end of this descriptor, until that closes."""
     leave_signals_to_the_supervisor()
+    os.nice(_LOWEST)  # it reads a log of gigabytes, and what it starts is no more urgent
     control = Control.inherited(handle)
     received = control.receive()
     if received is None:
@@ -73,7 +75,9 @@ def _look_for_ever(engine_job: dict[str, Any], control: Control, answers: queue.
     assert chain is not None, "the service starts this process for a pipeline that has one"
     path = state_path(pipeline)
     runs = Runs(chain, options["values"], load_with, lambda values, until: run_beside(options, values, until), swap_to)
-    recalibration = Recalibration(chain.rule, runs, State.read(path), lambda state: state.write(path))
+    state = State.read(path)
+    runs.forget_all_but(state.data)
+    recalibration = Recalibration(chain.rule, runs, state, lambda state: state.write(path))
     while True:
         time.sleep(chain.rule.check)
         try:

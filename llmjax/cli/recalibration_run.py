@@ -1,4 +1,4 @@
-"""One run of a pipeline for `recalibration_process`: of the lowest priority, told in the service's log, gone with its parent."""
+"""One run of a pipeline for `recalibration_process`: of its priority, told in the service's log, gone with its parent."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from llmjax.server.engine_front import ORPHANED
 
 log = logging.getLogger(__name__)
 
-_LOWEST = 19
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 def main(handle: int) -> None:
     """Run what the process at the other end of this descriptor says. Ends this one with the pipeline's exit code."""
     leave_signals_to_the_supervisor()
-    os.nice(_LOWEST)
     control = Control.inherited(handle)
     received = control.receive()
     if received is None:

@@ -11,7 +11,7 @@ channels. Models need not know: `rope_kv_write`, `write_kv` and `paged_attention
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -77,10 +77,11 @@ def with_key_channels(cache: KVCache, channels: Float[Array, "L K H"]) -> KVCach
     return cache._replace(k=dataclasses.replace(cache.k, channels=channels))
 
 
-def page_arrays(cache: KVCache) -> list[Array]:
-    """The arrays of a cache of which each page has its part."""
-    quantized = [(pages.qvalue, pages.scale) for pages in cache if isinstance(pages, QuantizedPages)]
-    return [array for parts in quantized for array in parts] or list(cache)
+def page_arrays(caches: Any) -> list[Array]:
+    """The arrays of a cache, or of a tree of several, of which each page has its part."""
+    leaves = jax.tree.leaves(caches, is_leaf=lambda leaf: isinstance(leaf, QuantizedPages))
+    parts = [(leaf.qvalue, leaf.scale) if isinstance(leaf, QuantizedPages) else (leaf,) for leaf in leaves]
+    return [array for arrays in parts for array in arrays]
 
 
 PAGES_A_WIPE = 16

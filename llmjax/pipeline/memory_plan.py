@@ -93,7 +93,8 @@ def _shape_behind(pipeline: Pipeline, stages: Mapping[str, StagePlan], name: str
     shape, _ = _shape_behind(pipeline, stages, _input_of(pipeline, name))
     quantization = plan_quantization(shape, section.scheme, dtypes=section.dtypes, keep=section.keep)
     limits = [limit for limit in ("max_sensitivity", "max_perplexity_ratio") if getattr(section, limit) is not None]
-    kept = f"{name} is not made yet: what {' and '.join(limits)} keeps in {shape.dtype} is counted as int8"
+    verb = "keep" if len(limits) > 1 else "keeps"
+    kept = f"{name} is not made yet: what {' and '.join(limits)} {verb} in {shape.dtype} is counted as int8"
     assumed = kept if limits else ""
     return shape.replace(quantization=quantization), assumed
 

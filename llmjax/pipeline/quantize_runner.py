@@ -138,6 +138,8 @@ def _measured(loaded: LoadedModel, calibration: StoredCalibration | None, contex
     if config.max_sensitivity is None and config.max_perplexity_ratio is None:
         return None
     assert calibration is not None, "the wiring refuses a limit without a calibration"
+    if config.max_perplexity_ratio is not None:
+        _ratio_samples(config, calibration)  # told before the measurement, which may take hours
     from llmjax.quantization.plan import make_plan
     from llmjax.quantization.sensitivity import measure_sensitivity
 
@@ -157,6 +159,18 @@ def _measured(loaded: LoadedModel, calibration: StoredCalibration | None, contex
     )
 
 
+def _ratio_samples(config: QuantizeSection, calibration: StoredCalibration) -> list[list[int]]:
+    """What a perplexity ratio is measured on. Raises `ConfigError` where there is nothing."""
+    seen = config.sensitivity_samples
+    samples = calibration.samples(seen + _RATIO_SAMPLES)[seen:]
+    if not any(len(sample) > 1 for sample in samples):
+        raise ConfigError(
+            f"max_perplexity_ratio is measured on samples of the calibration behind the {seen} of sensitivity_samples, and there "
+            f"are none: calibrate with more, or lower that"
+        )
+    return samples
+
+
 def _fitted(
     plan: Plan, original: Any, loaded: LoadedModel, calibration: StoredCalibration | None, context: StageContext[QuantizeSection]
 ) -> Plan:
@@ -167,13 +181,8 @@ def _fitted(
     config = context.config
     assert calibration is not None
     assert config.max_perplexity_ratio is not None
-    seen, limit, model = config.sensitivity_samples, calibration.sequence_length, loaded.config
-    samples = calibration.samples(seen + _RATIO_SAMPLES)[seen:]
-    if not any(len(sample) > 1 for sample in samples):
-        raise ConfigError(
-            f"max_perplexity_ratio is measured on samples of the calibration behind the {seen} of sensitivity_samples, and there "
-            f"are none: calibrate with more, or lower that"
-        )
+    limit, model = calibration.sequence_length, loaded.config
+    samples = _ratio_samples(config, calibration)
     context.reporter.message("info", f"{context.name}: looking for the linears to keep, on {len(samples)} samples")
     truth = mean_nll(Variant(original, {}), model, samples, scheme=config.scheme, limit=limit)
 

@@ -52,7 +52,7 @@ class Chain:
 
 
 def chain_of(stages: Sequence[Stage]) -> tuple[Chain | None, list[Problem]]:
-    """What a pipeline recalibrates; None for nothing, and where it says so, what it lacks for that."""
+    """What a pipeline recalibrates; None for nothing, as without a server, and where it says so, what it lacks for that."""
     if not any(stage.kind.name == "calibrate" for stage in stages):
         return None, []  # the kinds below need not be imported
     from llmjax.pipeline.stages.calibrate import CalibrateSection
@@ -73,8 +73,10 @@ def chain_of(stages: Sequence[Stage]) -> tuple[Chain | None, list[Problem]]:
     if len(asking) > 1:
         return lacking(f"only one calibration can be recalibrated, and '{asking[1].name}' is to be as well")
     server = list(on.values())[-1]
-    if not isinstance(server.config, ServeSection) or server.config.traffic is None:
-        return lacking("needs 'serve' as the last stage, with 'traffic': that is what is calibrated from")
+    if not isinstance(server.config, ServeSection):
+        return None, []  # serve is switched off, or left out for a benchmark of the same file
+    if server.config.traffic is None:
+        return lacking("needs 'serve' with 'traffic': that is what is calibrated from")
     engine = on.get(server.inputs.get("engine", ""))
     gate = on.get(engine.inputs.get("model", "")) if engine is not None else None
     quantize = on.get(gate.inputs.get("candidate", "")) if gate is not None and isinstance(gate.config, GateSection) else None
@@ -115,6 +117,7 @@ class State:
     Attributes:
         data: the sample of traffic that the served model is calibrated with; None for the pipeline's own data.
         attempted: when a candidate was last made, whatever became of it; 0 for never.
+        looked: when traffic was last found not to have drifted; 0 for never. What came before it has been looked at.
         passed, refused, failed: candidates that were swapped in, that a gate refused, and that could not be made or started.
         drift: D of each linear and of "lengths", as of the last look.
         noise: what D exceeds by chance.
@@ -127,6 +130,7 @@ class State:
     failed: int = 0
     drift: dict[str, float] = dataclasses.field(default_factory=dict)
     noise: float = 0.0
+    looked: float = 0.0
 
     @classmethod
     def read(cls, path: Path) -> State:
@@ -208,26 +212,30 @@ class Recalibration:
         begun = self._workshop.begun(self.state.data)
         if begun is None:
             return  # the service is still making the model it begins with
-        since = max(begun, self.state.attempted)
-        old = self._rule.every is not None and self._clock() - since >= self._rule.every
+        now, since = self._clock(), max(begun, self.state.attempted)
+        old = self._rule.every is not None and now - since >= self._rule.every
         if not old and self._rule.drift_above is None:
             return
-        data = self._workshop.sample(since)
+        data = self._workshop.sample(since if old else max(since, self.state.looked))
         if data is None:
             log.info("recalibration: the traffic log has too few requests yet")
             return
-        keep = False
+        before, served = self.state.data, False
         try:
             why = self._reason(data, old)
             if why:
-                keep = self._attempt(data, why)
+                served = self._attempt(data, why)
+            else:
+                self.state.looked = now
         except LlmjaxError as error:
             self.state.failed += 1
             log.error("recalibration: failed, and the served model stays: %s", error)
         finally:
-            if not keep:
+            if not served:
                 self._workshop.forget(data)
-            self._save(self.state)
+            self._save(self.state)  # a service that is cut off behind this begins with the new model, one before it with the old
+        if served and before is not None:
+            self._workshop.forget(before)
 
     def _reason(self, data: str, old: bool) -> str:
         """Why to calibrate anew, "" for no reason. Drift is measured and kept even where time alone is reason enough."""
@@ -258,11 +266,9 @@ class Recalibration:
             self.state.failed += 1
             log.error("recalibration: the new model could not be started, and the one before serves again")
             return False
-        before, self.state.data = self.state.data, data
+        self.state.data = data
         self.state.passed += 1
         log.info("recalibration: the candidate passed and serves now")
-        if before is not None:
-            self._workshop.forget(before)
         return True
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -91,13 +92,28 @@ class Runs:
 
     def forget(self, data: str) -> None:
         """See `Workshop`. What cannot be removed is told."""
+        from llmjax.pipeline.stages.calibrate import partial_folder
+
         try:
             planned = self._planned(data)
-            for name in (self.chain.calibrate, self.chain.quantize):
-                shutil.rmtree(self._folder(planned, name), ignore_errors=True)
+            store, keys = _store(planned), {stage.name: str(stage.key) for stage in planned.stages}
+            store.remove("calibrate", keys[self.chain.calibrate])
+            store.remove("quantize", keys[self.chain.quantize])
+            shutil.rmtree(partial_folder(planned.pipeline.artifacts, keys[self.chain.calibrate]), ignore_errors=True)
+        except LlmjaxError as error:
+            log.warning("recalibration: what was made from %s could not be removed: %s", data, error)
+        try:
             Path(data).unlink()
-        except (OSError, LlmjaxError) as error:
+        except OSError as error:
             log.warning("recalibration: %s could not be removed: %s", data, error)
+
+    def forget_all_but(self, served: str | None) -> None:
+        """`forget` the samples of looks that were cut off: nobody else would ever remove these copies of traffic."""
+        pipeline = self.load(self.values)
+        ours = re.compile(rf"{re.escape(pipeline.name)}-\d+\.jsonl")
+        for path in sorted(state_path(pipeline).parent.glob("*.jsonl")):
+            if ours.fullmatch(path.name) and str(path) != served:
+                self.forget(str(path))
 
     def _run(self, data: str, until: str) -> None:
         planned = self._planned(data)
@@ -135,4 +151,8 @@ class Runs:
     @staticmethod
     def _folder(planned: Plan, name: str) -> Path:
         stage = next(stage for stage in planned.stages if stage.name == name)
-        return Store(planned.pipeline.artifacts / "store").folder(stage.kind, str(stage.key))
+        return _store(planned).folder(stage.kind, str(stage.key))
+
+
+def _store(planned: Plan) -> Store:
+    return Store(planned.pipeline.artifacts / "store")

@@ -48,6 +48,14 @@ class Store:
             raise StoreError(f"{path} is damaged; delete the folder to compute it again")
         return data
 
+    def remove(self, kind: str, key: str) -> None:
+        """Remove a result, and what a process that was killed left half written of it. What cannot be removed stays."""
+        folder = self.folder(kind, key)
+        with contextlib.suppress(OSError):
+            (folder / MANIFEST).unlink()  # first: what is left of it does not count
+        for path in (folder, *folder.parent.glob(f".{key[:12]}.*")):
+            shutil.rmtree(path, ignore_errors=True)
+
     @contextlib.contextmanager
     def writing(self, kind: str, key: str, identity: Mapping[str, Any]) -> Iterator[Path]:
         """A new empty folder to write a result to; on leaving it becomes the result of `key`, in place of an older one.

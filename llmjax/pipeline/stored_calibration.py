@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,14 +49,18 @@ class StoredCalibration:
             raise StoreError(f"{path} is damaged ({type(error).__name__}); delete {folder} to calibrate again") from None
 
     def write(self, statistics: Calibration, samples: Sequence[Sequence[int]]) -> None:
-        """Fill the folder, which is there. Of samples what was run is kept. Raises `StoreError`."""
+        """Fill the folder, which is there. Of samples what was run is kept, readable by their owner alone: they may be traffic.
+
+        Raises `StoreError`.
+        """
         import numpy as np
 
         statistics.save(self.folder / STATISTICS)
         cut = [list(sample[: self.sequence_length]) for sample in samples]
         lengths = np.asarray([len(sample) for sample in cut], np.int64)
         tokens = np.asarray([token for sample in cut for token in sample], np.int32)
-        np.savez_compressed(self.folder / _SAMPLES, tokens=tokens, lengths=lengths)
+        with open(os.open(self.folder / _SAMPLES, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            np.savez_compressed(file, tokens=tokens, lengths=lengths)
         about = {name: value for name, value in dataclasses.asdict(self).items() if name != "folder"}
         write_whole(self.folder / _ABOUT, json.dumps(about, indent=1) + "\n")
 

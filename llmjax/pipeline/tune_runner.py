@@ -115,6 +115,8 @@ def run_tune(context: StageContext[TuneSection]) -> Tuning:
     built: SpeculationConfig | None = engine.config.speculative
     if built is None:
         raise ConfigError("the engine has no speculative decoding to tune: set its speculative.method")
+    if engine.config.deterministic:
+        raise ConfigError("a deterministic engine drafts always `tokens`, and has no other launches to compare: tune without it")
     requests = read_prompts(section)
     temperatures = list(dict.fromkeys(section.temperatures))
     if built.method == "ngram" or all(request.params.temperature == 0 for request in requests):

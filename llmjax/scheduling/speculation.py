@@ -275,6 +275,8 @@ class Speculation:
 
     def ended(self, request: Request) -> None:
         """A request has ended, whatever ended it: its record says why it did not draft at last, if it was for all requests."""
+        if request.speculation is None and self._off is not None and len(request.output_ids) > 1:
+            request.speculation = RequestSpeculation(0.0)  # it decoded, and never could draft: too many did
         if request.speculation is not None:
             request.speculation.held = self._off
 

@@ -128,6 +128,8 @@ class Supervisor:
         self._stopping.set()
         if self._engine is None:
             return
+        if self._stops == 1 and self._engine.leaves:
+            return  # it drains already, to be replaced: another word would end its requests at once
         self._engine.control.send("stop")
         if self._stops == 2:
             asyncio.get_running_loop().call_later(GRACE + 3.0, self._engine.kill)
@@ -212,6 +214,7 @@ class Supervisor:
             self._before = self._engine_program
         self._engine_program = Program(self._engine_program.module, rest[0])
         if self._engine is not None:
+            self._engine.leaves = True
             self._engine.control.send("stop")
 
     def _replaced(self, serves: bool) -> None:
@@ -275,11 +278,13 @@ class Supervisor:
 
 
 class _Child:
-    """A process and the socket to it. `up` once it has said something, which is "ready" or "up"; `heard` gets what it says."""
+    """A process and the socket to it. `up` once it has said something, which is "ready" or "up"; `heard` gets what it says.
+    `leaves` once it was told to make room for another one."""
 
     def __init__(self, process: asyncio.subprocess.Process, control: Control, heard: Callable[..., None] | None) -> None:
         self.control = control
         self.up = False
+        self.leaves = False
         self._process = process
         self._heard = heard
 

@@ -23,7 +23,8 @@ from pallas_kernels.quantized_pages import QuantizedPages
 if TYPE_CHECKING:
     from jax import Array
 
-MAX_QUERIES = 8
+MAX_QUERIES = 9
+"""Of a row: eight drafts and the token in front of them."""
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 INT8_HEAD_DIMS = (64, 128, 256)
 
@@ -204,7 +205,7 @@ def paged_attention(
     relative_bias: Array | None = None,
     config: Config | None = None,
 ) -> Array:
-    """See `pallas_kernels.paged_attention.paged_attention`; bfloat16 queries, one to eight a row, on bfloat16 or int8 pages.
+    """See `pallas_kernels.paged_attention.paged_attention`; bfloat16 queries, one to nine a row, on bfloat16 or int8 pages.
 
     Weights are rounded to bfloat16 before they multiply the values. A NaN among the values that a row owns may reach all heads
     of that row, not only its own. `config` None takes `default_config`.

@@ -213,6 +213,7 @@ def _attend_tiles(
     """Attention of some tiles: [n, tile, N, H] in float32."""
     heads, dim = q.shape[1:]
     dtype = q.dtype if isinstance(k_cache, QuantizedPages) else k_cache.dtype
+    value_dtype = jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype  # a weight times a scale may be too small for float16
     kv_heads = k_cache.shape[1]
     chunk = chunk_pages * k_cache.shape[2]
     (n, tile), group = tiles.index.shape, heads // kv_heads
@@ -240,7 +241,7 @@ def _attend_tiles(
         scores = jnp.where((keys <= last) & (keys > last - reach), scores, -jnp.inf)
         # A weight of 0 does not silence a NaN, so values that no query of the tile may see are zeroed themselves.
         owned = ((keys >= tiles.start[:, None]) & (keys < tiles.end[:, None]))[:, None, :, None]
-        values, value_scale = _keys_or_values(v_cache, pages, dtype)
+        values, value_scale = _keys_or_values(v_cache, pages, value_dtype)
         if value_scale is None:
             values = jnp.where(owned, values, 0)
 

@@ -19,7 +19,7 @@ from llmjax.engine.engine import Engine
 from llmjax.engine.outputs import RequestOutput
 from llmjax.errors import ConfigError
 from llmjax.model.key_channels import key_channels
-from llmjax.model.kv_cache import KVCache, cache_bytes_per_page, init_cache, zero_pages
+from llmjax.model.kv_cache import KVCache, cache_bytes_per_page, init_cache, page_arrays, zero_pages
 from llmjax.sampling_params import SamplingParams
 from pallas_kernels.quantized import pack, quantize
 from pallas_kernels.quantized_pages import QuantizedPages
@@ -150,6 +150,13 @@ def test_memory_is_counted(engine: Engine) -> None:
     _, cache, state = engine.runner.arrays
     held = sum(array.nbytes for array in jax.tree.leaves((cache, state)))
     assert held == engine.memory.pool + engine.memory.state
+
+
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_a_page_beside_a_draft_models_is_the_sum_of_both(dtype: str | None) -> None:
+    caches = [init_cache(CONFIG, num_pages=3, page_size=PAGE, dtype=one) for one in (dtype, None)]
+    planned = cache_bytes_per_page(CONFIG, PAGE, dtype) + cache_bytes_per_page(CONFIG, PAGE)
+    assert sum(array.nbytes for array in page_arrays(tuple(caches))) == 3 * planned
 
 
 def test_wiped_pages_are_zero_and_keep_the_channels() -> None:

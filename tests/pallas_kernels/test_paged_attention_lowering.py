@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels.paged_attention import mosaic
+from llmjax.scheduling.speculation_config import MAX_DRAFT_TOKENS
+from pallas_kernels.paged_attention import mosaic, paged_attention
 from pallas_kernels.paged_attention.mosaic import Config
+from pallas_kernels.quantized_pages import QuantizedPages
 
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132))
 
@@ -67,6 +69,7 @@ def lowered(model, page, rows, queries=1, config=None, context=2048, alibi=False
         (LLAMA_8B, 16, 32, 1, {"config": Config(4, 16, 6, 4, copier=True)}),
         (LLAMA_8B, 32, 8, 8, {}),
         (LLAMA_8B, 16, 8, 8, {"config": Config(4, 16, 3)}),
+        (LLAMA_8B, 16, 8, 9, {}),
         (LLAMA_8B, 16, 8, 1, {"config": Config(4, 16, 3, 16), "context": 8192}),
         (LLAMA_8B, 16, 8, 1, {"config": Config(1, 64, 1, team=4), "context": 256}),
         (LLAMA_8B, 16, 1, 1, {"config": Config(2, 32, 3, 8, team=2), "context": 8192}),
@@ -90,7 +93,7 @@ def test_production_configs_lower(model, page, rows, queries, options):
 @pytest.mark.parametrize("page", [16, 32, 64])
 @pytest.mark.parametrize("model", [LLAMA_8B, QWEN_1_5B, SMOLLM2, (32, 32, 80), (32, 32, 96), (16, 8, 192), (16, 8, 256)])
 def test_the_default_of_every_shape_lowers(model, page, rows):
-    for queries in (1, 8):
+    for queries in (1, 9):
         assert "mosaic_gpu" in lowered(model, page, rows, queries)
 
 
@@ -115,3 +118,38 @@ def test_queries_are_padded_only_where_a_copy_cannot_fill_up_itself(model, heads
     """Whole eights of query heads need no padding, and fewer than eight get it from the copy; a pad is a launch of its own."""
     text = lowered(model, 16, 8, config=Config(heads, 64 // heads, 2))
     assert ("stablehlo.pad" in text) is padded
+
+
+def chosen(model, queries, *, int8=False, prefill=False, rows=8, page=16, context=2048):
+    """The lowered text of what an H200 runs for a shape that its table has no entry for."""
+    heads, kv_heads, head_dim = model
+    shape = (4 * rows * context // page, kv_heads, page, head_dim)
+    pool = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    if int8:
+        pool = QuantizedPages(jax.ShapeDtypeStruct(shape, jnp.int8), jax.ShapeDtypeStruct(shape[:3], jnp.float32))
+    q = jax.ShapeDtypeStruct((rows * queries, heads, head_dim), jnp.bfloat16)
+    batch = [jax.ShapeDtypeStruct(size, jnp.int32) for size in ((rows, context // page), (rows,), (rows + 1,))]
+
+    def call(*args):
+        promise = {"decode": queries == 1, "max_queries": 0 if prefill else queries}
+        return paged_attention(*args, page_offset=0, scale=head_dim**-0.5, **promise)
+
+    with jax.sharding.use_abstract_mesh(H200):
+        return jax.jit(call).trace(q, pool, pool, *batch).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "kernel"),
+    [
+        ((14, 2, 64), {"queries": 1}, True),  # a draft model
+        ((14, 2, 64), {"queries": 2}, True),  # its first step of a round
+        (QWEN_1_5B, {"queries": 4}, True),
+        (LLAMA_8B, {"queries": MAX_DRAFT_TOKENS + 1}, True),
+        ((14, 2, 64), {"queries": 64, "prefill": True}, True),
+        ((32, 32, 80), {"queries": 64, "prefill": True}, False),
+        (LLAMA_8B, {"queries": 1, "int8": True}, False),
+        (LLAMA_8B, {"queries": 4, "int8": True}, False),
+    ],
+)
+def test_shapes_that_the_table_does_not_know_have_a_kernel_but_on_int8_pages(model, options, kernel):
+    assert ("mosaic_gpu" in chosen(model, **options)) is kernel

@@ -25,6 +25,7 @@ WINDOW = dataclasses.replace(FEW, name="window, soft cap", rows=((70, 1), (21, 1
 VERIFY = Case(
     name="1 to 8 queries", **SMALL, rows=((0, 0), (5, 5), (37, 5), (40, 8)), padded_tokens=3, table_pages=5, max_queries=8
 )
+MOST = dataclasses.replace(VERIFY, name="9 queries, two tiles", rows=((0, 0), (9, 9), (40, 9)), max_queries=9)
 MULTI_QUERY = {**SMALL, "num_kv_heads": 1, "table_pages": 5}
 
 
@@ -76,6 +77,7 @@ def expected(case, inputs, offset):
         ),
         (VERIFY, Config(heads=2, keys=32, stages=2)),
         pytest.param(VERIFY, Config(heads=4, keys=16, stages=2, splits=2), marks=pytest.mark.slow, id="verify-separate"),
+        pytest.param(MOST, Config(heads=4, keys=16, stages=2), marks=pytest.mark.slow, id="verify-most"),
         (
             Case(name="two tiles, both biases", **MULTI_QUERY, rows=((40, 8), (17, 1)), max_queries=8, alibi=True, bias_width=13),
             Config(heads=1, keys=64, stages=1, splits=2),
@@ -167,8 +169,8 @@ def arguments(dtype=jnp.bfloat16, q=(4, 8, 64), cache=(20, 4, 16, 64), cache_dty
         ({"q": (4, 8, 72), "cache": (20, 4, 16, 72)}, {}, "head dims 64, 80, .*, got 72"),
         ({"cache": (20, 4, 8, 64)}, {}, "pages of 16, 32, 64 tokens, got 8"),
         ({"q": (4, 129, 64), "cache": (20, 1, 16, 64)}, {}, "at most 128 query heads a kv head, got 129"),
-        ({}, {"decode": False}, "at most 8 queries, got no limit"),
-        ({}, {"decode": False, "max_queries": 9}, "at most 8 queries, got 9"),
+        ({}, {"decode": False}, "at most 9 queries, got no limit"),
+        ({}, {"decode": False, "max_queries": 10}, "at most 9 queries, got 10"),
         ({}, {"config": Config(3, 64, 1)}, "3 heads a copy do not divide 4 kv heads"),
         ({}, {"config": Config(2, 16, 1)}, "blocks of 64, 128, 192 or 256 rows, got 32"),
         ({}, {"config": Config(2, 24, 1)}, "whole pages of 16 tokens or of a part of one, got 24 keys"),

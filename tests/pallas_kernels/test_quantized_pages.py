@@ -53,6 +53,16 @@ def test_attention_in_narrow_dtypes(dtype):
     np.testing.assert_allclose(run(case, args, offset), expected(case, args, offset), rtol=0, atol=TOLERANCE[dtype])
 
 
+def test_small_values_in_float16():
+    """A weight times the scale of a value may be less than float16 can say."""
+    case = dataclasses.replace(DECODE[0], dtype="float16", rows=((900, 1), *((0, 0),) * 9), layers=1, layer=0)
+    (q, k_cache, v_cache, *batch), offset = make(case)
+    small = dataclasses.replace(v_cache, scale=v_cache.scale * 1e-3)
+    args = (q, k_cache, small, *batch)
+    right = expected(case, args, offset)
+    np.testing.assert_allclose(run(case, args, offset), right, rtol=0, atol=3e-3 * np.abs(right).max())
+
+
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 31, 32, 33, 127, 128, 129])
 def test_lengths_around_page_borders(length, decode):

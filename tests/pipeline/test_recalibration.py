@@ -170,8 +170,31 @@ def test_drift_is_measured_at_each_look_and_acted_on_above_the_limit() -> None:
     assert case.look(DAY) == ["sample 0", "calibrate t1", "drift None t1", "forget t1"]
     assert case.one.state.drift == {"layers.0.mlp.down": 0.1, "lengths": 0.05}
     case.shop.d = 0.21
-    assert case.look(2 * DAY) == ["sample 0", "calibrate t2", "drift None t2", "judge t2", "swap t2"]
+    assert case.look(2 * DAY) == [f"sample {DAY:g}", "calibrate t2", "drift None t2", "judge t2", "swap t2"]
     assert case.look(3 * DAY)[2] == "drift t2 t3"  # from what is served now
+
+
+def test_traffic_is_looked_at_once_but_age_asks_for_all_of_it() -> None:
+    """Without new requests a look costs nothing. One that failed has not looked."""
+    case = Case(drift_above=0.2, every="3d")
+    case.shop.fails["drift"] = LlmjaxError("no memory")
+    assert case.look(DAY)[0] == "sample 0"
+    case.shop.fails.clear()
+    assert case.look(1.5 * DAY)[0] == "sample 0"
+    case.shop.enough = False
+    assert case.look(2 * DAY) == [f"sample {1.5 * DAY:g}"]
+    assert case.look(3 * DAY) == ["sample 0"]
+
+
+def test_the_state_is_saved_before_what_it_no_longer_names_is_removed() -> None:
+    case = Case(every="7d")
+    case.look(7 * DAY)
+    at_save: list[list[str]] = []
+    case.one = Recalibration(
+        case.one._rule, case.shop, case.one.state, lambda state: at_save.append(list(case.shop.asked)), lambda: case.now
+    )
+    assert case.look(14 * DAY)[-1] == "forget t1"
+    assert at_save[-1][-1] == "swap t2"
 
 
 def test_it_waits_for_the_first_model_and_for_enough_traffic() -> None:
@@ -187,7 +210,7 @@ def test_the_state_outlives_the_service(tmp_path: Path, caplog: pytest.LogCaptur
     path = tmp_path / "a" / "state.json"
     assert State.read(path) == State()
     (tmp_path / "sample").touch()
-    state = State(str(tmp_path / "sample"), 5.0, 1, 2, 3, {"lengths": 0.25}, 0.1)
+    state = State(str(tmp_path / "sample"), 5.0, 1, 2, 3, {"lengths": 0.25}, 0.1, 6.0)
     state.write(path)
     assert State.read(path) == state
     (tmp_path / "sample").unlink()
@@ -205,7 +228,7 @@ def test_the_state_outlives_the_service(tmp_path: Path, caplog: pytest.LogCaptur
     [
         ("{drift_above: 0.6, every: 7d}", "{}", "say when: give drift_above, every or both"),
         ("0.6", "1.5", "must be at most 1, got 1.5"),
-        (", traffic: {path: traffic.jsonl, sample: 100%}", "", "needs 'serve' as the last stage, with 'traffic'"),
+        (", traffic: {path: traffic.jsonl, sample: 100%}", "", "needs 'serve' with 'traffic'"),
         ("model: gate", "model: int8", "must take a gate over a quantised model"),
         (", smoothing: 0.5", "", "'int8' does not depend on it"),
     ],
@@ -214,6 +237,12 @@ def test_what_it_lacks_is_told_where_it_is_asked_for(file: Path, old: str, new: 
     file.write_text(file.read_text().replace(old, new))
     with pytest.raises(ConfigErrors, match=f"recalibrate.*{told}"):
         load(file)
+
+
+@pytest.mark.parametrize("values", [{"stages.serve": None}, {"stages.serve.when": "never"}])
+def test_without_its_server_the_pipeline_is_as_good_as_any(file: Path, values: Mapping[str, Any]) -> None:
+    """`llmjax tune` and `llmjax bench` leave it out."""
+    assert chain_of(load(file, values=values).stages) == (None, [])
 
 
 def test_frozen_and_recalibrated_is_a_contradiction(file: Path) -> None:
@@ -286,7 +315,7 @@ class Bench:
         return True
 
     def traffic(self, moment: float, short: int, long: int) -> None:
-        draw = random.Random(moment)
+        draw = random.Random(short)  # not by the time: now and then lengths would differ by chance
         Path("traffic.jsonl").write_text("".join(line(moment + n, ids(draw, short, long)) for n in range(12)))
 
 
@@ -300,7 +329,9 @@ def test_traffic_becomes_the_model_that_the_same_pipeline_starts_with(file: Path
     assert not bench.path.exists()
     assert bench.run(bench.values, "calibrate") == 0
     (calibration,) = stored("calibrate")
-    made = os.stat(f".llmjax/store/calibrate/{calibration}/manifest.json").st_mtime
+    folder = Path(".llmjax/store/calibrate", calibration)
+    made = os.stat(folder / "manifest.json").st_mtime
+    assert stat.S_IMODE(os.stat(folder / "samples.npz").st_mode) == 0o600  # it may be traffic
     lock = Path(".llmjax/test.lock.json").read_text()
 
     bench.traffic(made + 1, 18, 38)  # with its answers, lengths are as before
@@ -311,7 +342,7 @@ def test_traffic_becomes_the_model_that_the_same_pipeline_starts_with(file: Path
     assert stored("calibrate") == [calibration]  # what was made to look is gone
     assert list(bench.path.parent.glob("*.jsonl")) == []
 
-    bench.traffic(made + 100, 2, 6)  # much shorter ones
+    bench.traffic(made + 1000, 2, 6)  # much shorter ones, and later
     bench.one.look()
     assert bench.one.state.drift["lengths"] == 1
     (values,) = bench.swapped
@@ -373,3 +404,26 @@ def test_the_cpu_makes_what_a_gpu_would_ask_for(file: Path) -> None:
     assert keys[0] == keys[1]
     assert len(keys[0]) == 4
     assert [stage.name for stage in made.stages if stage.action == "off"] == ["spare"]
+
+
+def test_what_a_look_left_that_was_cut_off_is_removed(file: Path) -> None:
+    """The sample, and what was made of it, finished or half. What is served stays, and so do other pipelines' samples."""
+    bench = Bench(file, **{"runtime.platform": "cpu"})
+    folder = bench.path.parent
+    folder.mkdir(parents=True)
+    served, left, other = (folder / name for name in ("test-1.jsonl", "test-2.jsonl", "test-more-3.jsonl"))
+    for number, path in enumerate((served, left, other)):
+        path.write_text(line(number, [1, 2, 3]))
+    made = {}
+    for path in (served, left):
+        keys = {stage.kind: stage.key for stage in plan(bench.load(with_data(bench.chain, bench.values, str(path)))).stages}
+        calibrate, quantize = (Path(".llmjax/store", kind, str(keys[kind])) for kind in ("calibrate", "quantize"))
+        half = quantize.with_name(f".{quantize.name[:12]}.0123abcd")
+        made[path] = [calibrate, quantize, half, Path(".llmjax/partial", f"calibrate-{keys['calibrate']}")]
+        for one in made[path]:
+            one.mkdir(parents=True)
+            (one / "manifest.json").write_text("{}")
+    bench.runs.forget_all_but(str(served))
+    assert sorted(folder.iterdir()) == [served, other]
+    assert all(one.exists() for one in made[served])
+    assert not any(one.exists() for one in made[left])

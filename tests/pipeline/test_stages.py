@@ -26,7 +26,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     seen: list[tuple[str, Any]] = []
 
     class FakeLLM:
-        def __init__(self, model: Any, *, engine_config: EngineConfig, tokenizer: Any = None, startup: Any) -> None:
+        def __init__(
+            self, model: Any, *, engine_config: EngineConfig, tokenizer: Any = None, draft: Any = None, startup: Any
+        ) -> None:
+            assert draft is None
             seen.append(("LLM", (model, engine_config, tokenizer)))
             stats = types.SimpleNamespace(num_pages=7)
             self.engine = types.SimpleNamespace(stats=stats, config=engine_config, startup=startup)

@@ -29,7 +29,7 @@ class FakeEngine:
     """Accepts drafts with a probability that depends on their temperature alone; the best one is 0.8."""
 
     def __init__(self, built: SpeculationConfig | None = BUILT) -> None:
-        self.config = SimpleNamespace(speculative=built, max_sequences=8)
+        self.config = SimpleNamespace(speculative=built, max_sequences=8, deterministic=False)
         self.speculation: Speculation | None = None
         self.policies: list[SpeculationConfig | None] = []
         self.asked: list[Any] = []
@@ -125,6 +125,10 @@ def test_greedy_requests_and_ngrams_have_one_candidate(tmp_path: Path) -> None:
 def test_what_cannot_be_tuned_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no speculative decoding to tune"):
         tuned(tmp_path, FakeEngine(None), ["a"])
+    engine = FakeEngine()
+    engine.config.deterministic = True
+    with pytest.raises(ConfigError, match="has no other launches to compare"):
+        tuned(tmp_path, engine, ["a"])
     with pytest.raises(ConfigError, match=r"has no prompt that can be asked .*it is empty"):
         tuned(tmp_path, FakeEngine(), [])
     with pytest.raises(ConfigError, match=r"has no prompt that can be asked .*line 1: .*prompt"):

@@ -322,3 +322,15 @@ def test_an_engine_that_does_not_start_leaves_its_place_to_the_one_before(start:
     assert service.complete() == "abca"
     service.process.send_signal(signal.SIGTERM)
     assert service.ended() == 0
+
+
+def test_a_stop_while_the_engine_is_being_replaced_is_the_first_one(start: Callable[..., Service], tmp_path: Path) -> None:
+    """Requests that run are drained: the word to make room was not yet one to stop."""
+    service = start(beside=str(tmp_path / "beside"))
+    service.wait_for(200)
+    stream = Stream(service, max_tokens=1000)
+    (tmp_path / "beside.ask").write_text('{"name": "anew"}')
+    service.wait_for(503)
+    service.process.send_signal(signal.SIGTERM)
+    assert stream.ended()["choices"][0]["finish_reason"] == "length"
+    assert service.ended() == 0

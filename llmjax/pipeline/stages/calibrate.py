@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -16,6 +17,11 @@ from llmjax.pipeline.stored_calibration import StoredCalibration
 
 CHECKPOINT_EVERY = 16
 """Samples between two checkpoints, about: at most so many are run again after an interruption."""
+
+
+def partial_folder(artifacts: Path, key: str) -> Path:
+    """Where a calibration that is not done has its checkpoint."""
+    return artifacts / "partial" / f"calibrate-{key}"
 
 
 class RecalibrateSection(Section):
@@ -88,7 +94,7 @@ class CalibrateKind(StageKind[CalibrateSection]):
         loaded = open_model(source, context)
         tokenizer = source.tokenizer_files(loaded).open()
         read = read_data(config.data, tokenizer, context.reporter, count=config.samples, seed=config.seed)
-        partial = context.artifacts / "partial" / f"calibrate-{context.key}"
+        partial = partial_folder(context.artifacts, context.key)
         if context.again:
             shutil.rmtree(partial, ignore_errors=True)
         statistics = calibrate(
