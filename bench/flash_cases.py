@@ -29,6 +29,9 @@ CONTEXT = 8192  # what a row of the page table has room for
 # Queries of one prompt, and the keys in front of them.
 CHUNKS = ((2048, 0), (8192, 0), (512, 3584), (1024, 7168), (256, 1792), (4096, 0))
 
+# Rows that decode beside a prompt, the keys in front of the shortest and the longest, and the prompt's tokens.
+MIXED = (256, 16, 600, 256)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlashCase(Case):
@@ -47,8 +50,10 @@ def paged_groups(model: str) -> Iterator[Group]:
     for rank, (page, (tokens, prefix)) in enumerate(itertools.product(PAGE_SIZES, CHUNKS)):
         name = f"{tokens} queries on {prefix} more keys, page {page}"
         yield _paged_group(model, name, page, [(tokens, prefix)], 64, rank)
-    decoding = [(1, prefix) for prefix in np.linspace(16, 600, 256).astype(int).tolist()]
-    yield _paged_group(model, "256 decoding rows and a prompt of 256, page 16", 16, [*decoding, (256, 0)], 257, rank=1)
+    count, shortest, longest, prompt = MIXED
+    decoding = [(1, prefix) for prefix in np.linspace(shortest, longest, count).astype(int).tolist()]
+    name = f"{count} decoding rows and a prompt of {prompt}, page 16"
+    yield _paged_group(model, name, 16, [*decoding, (prompt, 0)], count + 1, rank=1)
 
 
 def _paged_group(model: str, name: str, page: int, chunks: Sequence[tuple[int, int]], rows: int, rank: int) -> Group:

@@ -232,26 +232,29 @@ def test_a_step_has_five_matmuls_and_their_bytes() -> None:
 def tiny_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_cases, "preset_config", CONFIGS.__getitem__)
     monkeypatch.setattr(flash_cases, "CHUNKS", ((20, 13),))
+    monkeypatch.setattr(flash_cases, "MIXED", (3, 2, 30, 9))
     monkeypatch.setattr(flash_cases, "CONTEXT", 64)
     monkeypatch.setattr(flash_cases, "PAGE_SIZES", (16,))
 
 
 @pytest.mark.usefixtures("tiny_prefill")
 def test_prefill_data_are_owned_pages_in_nan_and_its_flops_those_of_visible_pairs() -> None:
-    (group,) = flash_cases.paged_groups("llama")
-    (case,) = group.cases
-    data = group.data(time.time_ns() % 2**31)
-    q = case.query(jax.random.key(1))
-    for turn in group.turns(data):
-        call = case.arguments(q, data, turn, jnp.int32(0))
-        options = {"page_offset": int(call.kwargs["page_offset"]), "scale": call.kwargs["scale"]}
-        right = attention_in_numpy.paged_attention(*map(np.asarray, call.args), **options)
-        got = case.operation(*call.args, implementation="xla", **call.kwargs)
-        assert float(smoke.worst_error(got, jnp.asarray(right))) < 1e-4
     config = CONFIGS["llama"]
-    assert case.flops == 4 * config.num_heads * config.head_dim * sum(13 + 1 + i for i in range(20))
-    assert np.isfinite(np.asarray(data["k"])).all(axis=(1, 3)).sum() == 33 * flash_cases.TURNS
-    assert peers(case) == ()
+    seen = [sum(13 + 1 + i for i in range(20)), 3 + 17 + 31 + sum(range(1, 10))]
+    owned = [33, 3 + 17 + 31 + 9]
+    for group, pairs, slots in zip(flash_cases.paged_groups("llama"), seen, owned, strict=True):
+        (case,) = group.cases
+        data = group.data(time.time_ns() % 2**31)
+        q = case.query(jax.random.key(1))
+        for turn in group.turns(data):
+            call = case.arguments(q, data, turn, jnp.int32(0))
+            options = {"page_offset": int(call.kwargs["page_offset"]), "scale": call.kwargs["scale"]}
+            right = attention_in_numpy.paged_attention(*map(np.asarray, call.args), **options)
+            got = case.operation(*call.args, implementation="xla", **call.kwargs)
+            assert float(smoke.worst_error(got, jnp.asarray(right))) < 1e-4
+        assert case.flops == 4 * config.num_heads * config.head_dim * pairs
+        assert np.isfinite(np.asarray(data["k"])).all(axis=(1, 3)).sum() == slots * flash_cases.TURNS
+        assert peers(case) == ()
 
 
 @pytest.mark.usefixtures("tiny_prefill")

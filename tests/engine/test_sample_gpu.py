@@ -15,10 +15,11 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from sampling_oracle import ROWS, VOCAB, Row, draw
 
 from llmjax.engine import sample as module
+from llmjax.engine import sampling_filters
 from llmjax.engine.sample import MAX_BIAS, MAX_STOPS, NUM_TOP, SamplingSettings, sample, token_scores
 
-bisection = jax.jit(module._threshold_by_bisection)
-few_passes = jax.jit(module._threshold_in_few_passes)
+bisection = jax.jit(sampling_filters._threshold_by_bisection)
+few_passes = jax.jit(sampling_filters._threshold_in_few_passes)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
@@ -61,7 +62,8 @@ def test_a_batch_of_everything_is_the_same_either_way(monkeypatch: pytest.Monkey
         Row(top_p=0.5), Row(temperature=0.7, seed=9, min_tokens=2, stop_ids=(3,), processed_logprobs=False),
     ]  # fmt: skip
     want = [draw(logits, rows), draw(logits, [Row(temperature=0.0, num_logprobs=-1)] * ROWS)]
-    monkeypatch.setattr(module, "_by_platform", lambda gpu, other, *operands: gpu(*operands))
+    for one in (module, sampling_filters):
+        monkeypatch.setattr(one, "by_platform", lambda gpu, other, *operands: gpu(*operands))
     monkeypatch.setattr(sampling_oracle, "run_sample", jax.jit(lambda x, s, counts, *rest: sample(x, s, lambda: counts, *rest)))
     got = [draw(logits, rows), draw(logits, [Row(temperature=0.0, num_logprobs=-1)] * ROWS)]
     for ours, theirs in zip(got, want, strict=True):

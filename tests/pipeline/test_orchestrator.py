@@ -139,7 +139,7 @@ def test_a_batch_runs_every_time_and_counts_bad_lines(
         return Report(2, 1)
 
     monkeypatch.setattr(llmjax.pipeline.batch_runner, "run_batch", run_batch)
-    monkeypatch.setattr(engine, "build_engine", lambda reference, config, context: "an engine")
+    monkeypatch.setattr(engine, "build_engine", lambda reference, config, context, draft: "an engine")
     monkeypatch.setattr(engine.EngineKind, "summary", lambda self, value: {})
     (tmp_path / "i.jsonl").write_text("")
     path = write(

@@ -108,7 +108,8 @@ def test_explain(key: str, kind: str, default: str) -> None:
 
 
 def test_explain_of_sections_lists_their_keys() -> None:
-    assert [name for name, _ in explain("engine.kv_cache").children] == ["page_size", "memory", "fraction", "prefix_cache"]
+    keys = [name for name, _ in explain("engine.kv_cache").children]
+    assert keys == ["dtype", "page_size", "memory", "fraction", "prefix_cache"]
     assert "uses" in explain("model").text()
 
 
@@ -118,7 +119,7 @@ def test_explain_of_sections_lists_their_keys() -> None:
         ("engine.kv_cach", "'engine' has no key 'kv_cach'; did you mean 'kv_cache'"),
         ("engin", "there is no key 'engin'; did you mean 'engine'"),
         ("engine.max_context.x", "'engine.max_context' has no keys of its own"),
-        ("engine.kv_cache.zzz", "'engine.kv_cache' has no key 'zzz'; known: page_size, memory, fraction"),
+        ("engine.kv_cache.zzz", "'engine.kv_cache' has no key 'zzz'; known: dtype, page_size, memory, fraction"),
         ("", "is not a path of keys"),
     ],
 )

@@ -37,7 +37,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
 
     def run_it(section: str, visit: Callable[[httpx2.Client], None]) -> tuple[Any, str]:
         fake = FakeLLM()
-        monkeypatch.setattr(engine_stage, "build_engine", lambda *args: fake)
+        monkeypatch.setattr(engine_stage, "build_engine", lambda *args, **options: fake)
 
         def wait(self: ServeKind, value: Any) -> None:
             with httpx2.Client(base_url=value.url, timeout=20) as client:
