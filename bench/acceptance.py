@@ -8,7 +8,7 @@
   probability a in the formula of a speed-up;
 - tokens_a_round: those and the one that the target adds, which is what a round is worth in plain steps.
 
-All texts of a setting are answered together. They are chats by the target's own template that ask for code, English, Chinese and
+The texts of a setting are answered together. They are chats by the target's own template that ask for code, English, Chinese and
 JSON, and with n-grams for editing and repeating too. Weights are not in this project: any pair of one vocabulary will do.
 """
 
@@ -43,12 +43,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     rows = Rows(args.json)
     texts = TEXTS | EDITS if args.method == "ngram" else TEXTS
+    most = max(map(len, texts.values()))
     target = load_model(path=args.target, dtype=args.dtype)
     draft = None if args.method != "draft" else load_model(path=args.draft, dtype=args.dtype)
     for tokens in args.tokens:
-        speculation = SpeculationConfig(method=args.method, tokens=tokens, adaptive=False, disable_above_batch=8)
+        speculation = SpeculationConfig(method=args.method, tokens=tokens, adaptive=False, disable_above_batch=most)
         config = EngineConfig(
-            max_context=512, max_sequences=8, max_tokens_per_step=256, row_buckets=(8,), token_buckets=(256,),
+            max_context=512, max_sequences=most, max_tokens_per_step=128, row_buckets=(most,), token_buckets=(128,),
             kv_cache_bytes=args.kv_mib * 2**20, speculative=speculation, seed=args.seed,
         )  # fmt: skip
         llm = LLM(target, engine_config=config, draft=draft, tokenizer=args.target)
