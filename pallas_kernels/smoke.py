@@ -159,44 +159,25 @@ def _dequantized(result: Any) -> Any:
     return [qvalue.astype(jnp.float32) * scale[..., None], *stream]
 
 
+def _paged_attention(random: np.random.Generator, rows: tuple[tuple[int, int], ...], **options: Any) -> Call:
+    """Rows of (keys, queries), in a cache of two layers."""
+    case = Case(
+        name="probe", num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, rows=rows, layers=2, layer=1, **options
+    )  # fmt: skip
+    inputs, offset = make_inputs(case, seed=int(random.integers(2**31)))
+    args = (*(jnp.asarray(a, jnp.bfloat16) for a in inputs[:3]), *map(jnp.asarray, inputs[3:]))
+    kwargs = {"page_offset": jnp.int32(offset), "scale": case.scale, "window": 0, "soft_cap": 0.0, "decode": case.decode}
+    return Call(args, kwargs | ({"max_queries": case.max_queries} if case.max_queries else {}))
+
+
 def _decode_attention(random: np.random.Generator) -> Call:
     lengths = (0, 1, 15, 16, 17, 64, 65, 300)
-    case = Case(
-        name="probe",
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=128,
-        page_size=16,
-        rows=tuple((length, min(length, 1)) for length in lengths),
-        decode=True,
-        layers=2,
-        layer=1,
-    )
-    inputs, offset = make_inputs(case, seed=int(random.integers(2**31)))
-    floats, ints = inputs[:3], inputs[3:]
-    args = (*(jnp.asarray(a, jnp.bfloat16) for a in floats), *map(jnp.asarray, ints))
-    kwargs = {"page_offset": jnp.int32(offset), "scale": case.scale, "window": 0, "soft_cap": 0.0, "decode": True}
-    return Call(args, kwargs)
+    return _paged_attention(random, tuple((length, min(length, 1)) for length in lengths), decode=True)
 
 
 def _verify_attention(random: np.random.Generator) -> Call:
     """A row's last token and as many drafts as there may be, in two query tiles; fewer of other rows."""
-    case = Case(
-        name="probe",
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=128,
-        page_size=16,
-        rows=((9, 9), (0, 0), (300, 9), (33, 4), (65, 1)),
-        padded_tokens=4,
-        max_queries=9,
-        layers=2,
-        layer=1,
-    )
-    inputs, offset = make_inputs(case, seed=int(random.integers(2**31)))
-    args = (*(jnp.asarray(a, jnp.bfloat16) for a in inputs[:3]), *map(jnp.asarray, inputs[3:]))
-    kwargs = {"page_offset": jnp.int32(offset), "scale": case.scale, "window": 0, "soft_cap": 0.0, "decode": False}
-    return Call(args, kwargs | {"max_queries": case.max_queries})
+    return _paged_attention(random, ((9, 9), (0, 0), (300, 9), (33, 4), (65, 1)), padded_tokens=4, max_queries=9)
 
 
 def _int8_decode_attention(random: np.random.Generator) -> Call:
@@ -209,21 +190,7 @@ def _int8_decode_attention(random: np.random.Generator) -> Call:
 
 def _extend_attention(random: np.random.Generator) -> Call:
     """Prompts, a chunk on a prefix and a decoding row, over several blocks of keys."""
-    case = Case(
-        name="probe",
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=128,
-        page_size=16,
-        rows=((70, 70), (0, 0), (300, 45), (33, 1)),
-        padded_tokens=4,
-        layers=2,
-        layer=1,
-    )
-    inputs, offset = make_inputs(case, seed=int(random.integers(2**31)))
-    args = (*(jnp.asarray(a, jnp.bfloat16) for a in inputs[:3]), *map(jnp.asarray, inputs[3:]))
-    kwargs = {"page_offset": jnp.int32(offset), "scale": case.scale, "window": 0, "soft_cap": 0.0, "decode": False}
-    return Call(args, kwargs)
+    return _paged_attention(random, ((70, 70), (0, 0), (300, 45), (33, 1)), padded_tokens=4)
 
 
 def _flash_attention(random: np.random.Generator) -> Call:

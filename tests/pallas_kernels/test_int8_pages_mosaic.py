@@ -5,6 +5,7 @@ Scales that no row owns are NaN, values there -128.
 
 import dataclasses
 
+import attention_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,18 +23,9 @@ from pallas_kernels.quantized_pages import QuantizedPages
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132))
 LLAMA_8B, QWEN_1_5B, SMOLLM2 = (32, 8, 128), (12, 2, 128), (9, 3, 64)
 
-SMALL = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "page_size": 16, "layers": 2, "layer": 1, "dtype": "bfloat16"}
-DECODE = Case(
-    name="lengths around pages and blocks, padding",
-    **SMALL,
-    rows=tuple((length, min(length, 1)) for length in (0, 1, 15, 16, 17, 31, 33, 65)),
-    decode=True,
-    table_pages=7,
-)
-FEW = dataclasses.replace(DECODE, name="few rows", rows=((70, 1), (20, 1), (0, 0)), table_pages=5)
-WINDOW = dataclasses.replace(FEW, name="window, soft cap", rows=((70, 1), (21, 1), (3, 1)), window=20, soft_cap=2.0)
-VERIFY = Case(
-    name="1 to 8 queries", **SMALL, rows=((0, 0), (5, 5), (37, 5), (40, 8)), padded_tokens=3, table_pages=5, max_queries=8
+DECODE, FEW, WINDOW, VERIFY = (
+    dataclasses.replace(case, dtype="bfloat16")
+    for case in (attention_cases.DECODE, attention_cases.FEW, attention_cases.WINDOW, attention_cases.VERIFY)
 )
 PARTS = dataclasses.replace(FEW, name="parts of pages, head dim 128", page_size=64, head_dim=128, num_kv_heads=2)
 

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import DECODE, FEW, SMALL, VERIFY, WINDOW
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedShape
@@ -12,19 +13,6 @@ from pallas_kernels.paged_attention import PAGED_ATTENTION, mosaic, paged_attent
 from pallas_kernels.paged_attention.mosaic import Config, Shape
 from pallas_kernels.paged_attention.shapes import Case, make_biases, make_inputs
 
-SMALL = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "page_size": 16, "layers": 2, "layer": 1}
-DECODE = Case(
-    name="lengths around pages and blocks, padding",
-    **SMALL,
-    rows=tuple((length, min(length, 1)) for length in (0, 1, 15, 16, 17, 31, 33, 65)),
-    decode=True,
-    table_pages=7,
-)
-FEW = dataclasses.replace(DECODE, name="few rows", rows=((70, 1), (20, 1), (0, 0)), table_pages=5)
-WINDOW = dataclasses.replace(FEW, name="window, soft cap", rows=((70, 1), (21, 1), (3, 1)), window=20, soft_cap=2.0)
-VERIFY = Case(
-    name="1 to 8 queries", **SMALL, rows=((0, 0), (5, 5), (37, 5), (40, 8)), padded_tokens=3, table_pages=5, max_queries=8
-)
 MOST = dataclasses.replace(VERIFY, name="9 queries, two tiles", rows=((0, 0), (9, 9), (40, 9)), max_queries=9)
 MULTI_QUERY = {**SMALL, "num_kv_heads": 1, "table_pages": 5}
 
