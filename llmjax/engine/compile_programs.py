@@ -91,14 +91,9 @@ class Shapes:
     num_pages: int
     draft: DraftShapes | None = None
 
-    @property
-    def max_pages(self) -> int:
-        """Pages of a row at full length."""
-        return -(-self.engine_config.max_context // self.engine_config.page_size)
-
     def identity(self, key: Key) -> str:
         """Tells apart all programs that differ, those of other models too. Sizes that do not change a program are not in it."""
-        sizes = (self.engine_config.max_sequences, self.engine_config.page_size, self.max_pages, self.num_pages)
+        sizes = (self.engine_config.max_sequences, self.engine_config.page_size, self.engine_config.max_pages, self.num_pages)
         speculative = self.engine_config.speculative
         drafts = () if speculative is None else (self._drafting(), self.draft)
         return repr((key, sizes, self.engine_config.kv_cache_dtype, self.config, self.params, *drafts))
@@ -137,16 +132,11 @@ class Shapes:
         make = functools.partial(
             init_state,
             max_sequences=self.engine_config.max_sequences,
-            max_pages=self.max_pages,
+            max_pages=self.engine_config.max_pages,
             vocab_size=self.config.vocab_size,
-            history_length=self.history_length,
+            history_length=self.engine_config.history_length,
         )
         return jax.eval_shape(make)
-
-    @property
-    def history_length(self) -> int | None:
-        """Tokens of a row's history; None where the state has none."""
-        return None if self.engine_config.speculative is None else self.max_pages * self.engine_config.page_size
 
     def cache(self) -> Any:
         """The cache's shapes."""
@@ -209,8 +199,8 @@ def step_function(key: Key, model: Model, shapes: Shapes) -> tuple[Callable[...,
     draft_params = None if shapes.draft is None else shapes.draft.params
     rows = min(size, shapes.engine_config.max_sequences)  # of a launch of so many tokens
     if kind == "reset":
-        known = None if shapes.history_length is None else no_known_tokens()
-        packed = abstract(pack_resets([], no_seen_tokens(), max_pages=shapes.max_pages, known=known))
+        known = None if shapes.engine_config.history_length is None else no_known_tokens()
+        packed = abstract(pack_resets([], no_seen_tokens(), max_pages=shapes.engine_config.max_pages, known=known))
         masks = abstract(pack_masks([], [], num_words=num_mask_words(config.vocab_size)))
         return reset_rows, (state, packed, masks), (0,)
     if kind == "wipe":

@@ -179,3 +179,13 @@ class ResolvedConfig(EngineConfig):
     decode_steps: int = 0
     step_counts: tuple[int, ...] = ()
     speculate_row_buckets: tuple[int, ...] = ()
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of a row at full length."""
+        return -(-self.max_context // self.page_size)
+
+    @property
+    def history_length(self) -> int | None:
+        """Tokens of a row's history on the device; None without speculation, which alone reads it."""
+        return None if self.speculative is None else self.max_pages * self.page_size

@@ -36,7 +36,7 @@ class LaunchPack:
 
     def __init__(self, engine_config: ResolvedConfig) -> None:
         self._rows, self._page_size = engine_config.max_sequences, engine_config.page_size
-        self._max_pages = -(-engine_config.max_context // engine_config.page_size)
+        self._max_pages = engine_config.max_pages
         self._speculative = engine_config.speculative
         self.draft_temperature = 1.0 if engine_config.speculative is None else engine_config.speculative.temperature
 

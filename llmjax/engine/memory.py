@@ -211,7 +211,7 @@ def plan_memory(
         max_context=engine_config.max_context,
         temporaries_from="",
     )
-    full = 1 + engine_config.max_sequences * shapes.max_pages
+    full = 1 + engine_config.max_sequences * engine_config.max_pages
     if engine_config.kv_cache_bytes is not None:
         pages = engine_config.kv_cache_bytes // page_bytes
         if pages < 2:

@@ -111,7 +111,6 @@ class ModelRunner:
         self.row_buckets, self.token_buckets = engine_config.row_buckets, engine_config.token_buckets
         self.num_pages = num_pages
         page_size = engine_config.page_size
-        max_pages = -(-engine_config.max_context // page_size)
         cache = init_cache(config, num_pages=num_pages, page_size=page_size, dtype=engine_config.kv_cache_dtype)
         self._cache: KVCache = cache if key_channels is None else with_key_channels(cache, key_channels)
         self._draft_cache: KVCache | None = None
@@ -119,9 +118,9 @@ class ModelRunner:
             self._draft_cache = init_cache(draft_config, num_pages=num_pages, page_size=page_size)
         self._state = init_state(
             max_sequences=engine_config.max_sequences,
-            max_pages=max_pages,
+            max_pages=engine_config.max_pages,
             vocab_size=config.vocab_size,
-            history_length=None if engine_config.speculative is None else max_pages * page_size,
+            history_length=engine_config.history_length,
         )
         self._compiles_after_ready = 0
         self._executables = executables

@@ -50,7 +50,7 @@ def run(executable: Any, sizes: Shapes) -> tuple[Any, Any]:
 
     config = sizes.engine_config
     cache = init_cache(CONFIG, num_pages=sizes.num_pages, page_size=config.page_size)
-    state = init_state(max_sequences=config.max_sequences, max_pages=sizes.max_pages, vocab_size=CONFIG.vocab_size)
+    state = init_state(max_sequences=config.max_sequences, max_pages=sizes.engine_config.max_pages, vocab_size=CONFIG.vocab_size)
     layout = extend_layout(tokens=16, rows=config.max_sequences, page_size=config.page_size)
     fields = {name: np.zeros(size, np.int32) for name, size in layout.sizes}
     fields["tokens"][:5] = [3, 1, 4, 1, 5]
