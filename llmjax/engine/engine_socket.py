@@ -231,13 +231,15 @@ class _Client:
 
     async def _answer(self, what: str, question: int, argument: Any) -> None:
         try:
+            answer: Any
             if what == "metrics":
                 self.series = argument
-                self._answers.append((question, await self._owner.metrics()))
+                answer = await self._owner.metrics()
             elif what == "snapshot":
-                self._answers.append((question, await self._engine.snapshot()))
+                answer = await self._engine.snapshot()
             else:
-                self._answers.append((question, await self._engine.abort_group(argument)))
+                answer = await self._engine.abort_group(argument)
+            self._answers.append((question, answer))  # only now is it known which list goes out next
         except Exception as error:  # told to whoever asked
             log.error("a question could not be answered", exc_info=error)
             self._refusals.append((question, pack_error(error)))

@@ -289,6 +289,30 @@ def test_clients_share_ids_groups_and_counts() -> None:
     run(main)
 
 
+@pytest.mark.parametrize(("question", "found"), [("metrics", b"found"), ("snapshot", {"found": 1}), ("abort", 1)])
+def test_an_answer_that_takes_longer_than_the_next_news_is_not_lost(
+    question: str, found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step has brought goes out while the question is looked into."""
+
+    async def main() -> None:
+        async with serving(SteppingEngine()) as (engine, clients):
+            far, _ = await connect(clients)
+
+            async def slow(_: Any = None) -> Any:
+                for client in clients._clients:
+                    client.wake.set()
+                await until(lambda: not any(client.wake.is_set() for client in clients._clients))
+                return found
+
+            monkeypatch.setattr(engine, "abort_group" if question == "abort" else question, slow)
+            asked = {"metrics": lambda: far.metrics(()), "snapshot": far.snapshot, "abort": lambda: far.abort_group(None)}
+            async with asyncio.timeout(10):
+                assert await asked[question]() == found
+
+    run(main)
+
+
 def test_an_arrival_is_when_the_client_says_it_was() -> None:
     async def main() -> None:
         fake = SteppingEngine()
