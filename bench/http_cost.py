@@ -95,6 +95,11 @@ class WordEngine:
         self._gathering = count
 
     @property
+    def is_gathering(self) -> bool:
+        """Whether no step has begun yet."""
+        return self._gathering > 0
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether requests are there; not before all are."""
         return len(self._live) >= self._gathering > 0 or (self._gathering == 0 and bool(self._live))
@@ -170,7 +175,7 @@ async def _streams(engine: AsyncEngine, words: WordEngine, written: Written, cas
         protocol.connection_made(Swallow(written, end))
         protocol.data_received(head + data)
     async with asyncio.timeout(60):
-        while not words.has_unfinished:
+        while words.is_gathering:
             await asyncio.sleep(0.001)
     for end in ends:
         await end.wait()
