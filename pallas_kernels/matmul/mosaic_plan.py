@@ -49,9 +49,12 @@ _CACHE = 7.5e12  # bytes/s of the second-level cache
 _MULTIPLY_EACH = 5.8e12  # bf16 operations/s of a multiprocessor
 _WIDEN_EACH = 45e9  # int8 weights/s widened in registers, one multiprocessor: two warpgroups of a draft did 30e9, waits included
 _SHARED_EACH = 220e9  # bytes/s of its shared memory, read or written
-_EXCHANGE_EACH = 40e9  # bytes/s between multiprocessors, one of them
+_EXCHANGE_EACH = 10e9  # bytes/s between multiprocessors, one of them
+_LATENCY = 2.6e-6  # seconds from a request of a step to its arrival, when all ask
 _TILE = 0.15e-6  # seconds a tile's epilogue adds that loads do not hide
-_SPLIT = 0.7e-6  # seconds the CTAs of a split wait for each other, each time they exchange
+_SPLIT = {2: 1e-6, 3: 1e-6}  # seconds the CTAs of a split wait for each other, each time they exchange
+_SPLIT_OF_MANY = 5e-6  # the same of four and more
+_AFTER = 2.5e-6  # seconds another program takes that adds the sums, beside reading them
 _STEP = 20e-9  # seconds a step costs while the first and the last ones are not hidden
 _TOKENS = 40e12  # bytes/s: what tokens add to a step that reads weights
 
@@ -245,9 +248,9 @@ def candidates(key: Mapping[str, int | str]) -> list[Config]:
     """Configurations worth timing for a key of any operation that streams weights: the default, then the most promising by a
     rough model: one of each way to share the work, then other blocks of the best. All fit the device."""
     ranked = _ranked(key)
-    ways: dict[tuple[int, ...], Config] = {}
+    ways: dict[tuple[int | str, ...], Config] = {}
     for config in ranked:
-        ways.setdefault((config.rows, config.columns, config.splits, config.share, config.clusters), config)
+        ways.setdefault((config.rows, config.columns, config.splits, config.share, config.clusters, config.reduce), config)
     first = list(ways.values())[: _CANDIDATES - 4]
     others = [config for config in ranked if config not in first][:3]
     return list(dict.fromkeys((default_config(key), *first, *others)))
@@ -255,11 +258,9 @@ def candidates(key: Mapping[str, int | str]) -> list[Config]:
 
 def default_config(key: Mapping[str, int | str]) -> Config:
     """The configuration for a shape that was not tuned: the best by the model whose splits, if any, XLA adds up. The exchange
-    in a cluster is faster, and chosen where a device's own table says that it is right there."""
+    in a cluster is chosen where a device's own table says that it is right and faster there."""
     for config in _ranked(key):
-        if config.splits > 1:
-            config = dataclasses.replace(config, reduce="after")
-        if _fits(make_plan(key, config)):
+        if not make_plan(key, config).split_in_cluster:
             return config
     raise AssertionError(f"no configuration fits {dict(key)}")
 
@@ -271,10 +272,13 @@ def _ranked(key: Mapping[str, int | str]) -> list[Config]:
     for rows, columns, splits, share in itertools.product((1, 2, 3, 4, 5), (1, 2), range(1, 9), (1, 2, 4)):
         if splits * share > MAX_CLUSTER or (few and (columns > 1 or share > 1)):
             continue
-        for block_k, resident in itertools.product((64, 128, 256), (1, 2)):
+        ways: tuple[tuple[Reduce, int], ...] = (("cluster", _CLUSTERS[splits * share]),)
+        if splits > 1:
+            ways = (*ways, ("after", _CLUSTERS[share] // splits))
+        for block_k, resident, (reduce, clusters) in itertools.product((64, 128, 256), (1, 2), ways):
             if resident > 1 and (rows > 1 or not few):
                 continue
-            config = Config(rows, columns, block_k, 1, splits, share, _CLUSTERS[splits * share] * resident)
+            config = Config(rows, columns, block_k, 1, splits, share, clusters * resident, reduce)
             limit = SHARED_BYTES if resident == 1 else _HALF_SHARED_BYTES
             plan = make_plan(key, config)
             if block_k % plan.k_block:
@@ -296,10 +300,11 @@ def _fits(plan: Plan) -> bool:
 def _seconds(plan: Plan) -> float:
     """A rough time of a call beyond what every call pays; it orders configurations, the device decides."""
     config = plan.config
-    resident = max(1, config.clusters // _CLUSTERS[config.cluster_size])
+    group = config.splits * config.share
+    resident = max(1, round(config.clusters * group / (_CLUSTERS[config.cluster_size] * config.cluster_size)))
     rounds = math.ceil(plan.tiles / plan.clusters)
     steps = rounds * plan.steps
-    ctas = plan.clusters * config.cluster_size
+    ctas = plan.clusters * group
     step_elements = plan.pair * plan.tile_rows * config.block_k
     step_weights = step_elements * plan.weight_itemsize
     weights = plan.pair * plan.rows_out * plan.depth * plan.weight_itemsize
@@ -313,11 +318,13 @@ def _seconds(plan: Plan) -> float:
     lines += plan.tokens * (1 + plan.pair * config.rows) * plan.token_itemsize
     shared = steps * lines * config.block_k * resident / _SHARED_EACH
     exchange = 0.0
-    if config.splits > 1:
-        passes = plan.part // plan.piece
-        sums = rounds * plan.pair * plan.tile_rows * plan.tokens * 4
-        exchange = rounds * passes * _SPLIT + sums / _EXCHANGE_EACH
+    sums = plan.pair * plan.tile_rows * plan.tokens * 4
+    if plan.split_in_cluster:
+        meetings = rounds * plan.part // plan.piece
+        exchange = meetings * _SPLIT.get(config.splits, _SPLIT_OF_MANY) + rounds * sums / _EXCHANGE_EACH
+    elif config.splits > 1:
+        exchange = _AFTER + 2 * rounds * ctas * sums / _CACHE
     # Few stages stall more often, and how many odd clusters fit depends on which multiprocessors a card has.
     doubts = 0.02 * (config.stages < 4) + 0.03 * (config.cluster_size & (config.cluster_size - 1) != 0)
-    total = max(read, multiply, shared) * (1 + doubts) + tokens / _TOKENS
+    total = max(read, multiply, shared, steps * _LATENCY / config.stages) * (1 + doubts) + tokens / _TOKENS
     return total + exchange + rounds * _TILE + plan.steps * _STEP

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedShape
 from pallas_kernels.matmul import DENSE, GATED_DENSE, RESIDUAL_DENSE, dense, gated_dense, residual_dense
-from pallas_kernels.matmul.mosaic_plan import COPY_REGISTERS, Config, candidates, default_config, make_plan
+from pallas_kernels.matmul.mosaic_plan import COPY_REGISTERS, SHARED_BYTES, Config, candidates, default_config, make_plan
 
 ONE = Config(rows=1, block_k=64, stages=2, clusters=2)
 SPLIT = dataclasses.replace(ONE, splits=2, clusters=1, reduce="global")
@@ -186,15 +186,26 @@ def test_candidates_are_different_and_the_default_is_the_first(tokens, extra):
         assert config.reduce in ("cluster", "after")
 
 
+@pytest.mark.parametrize("operands", ["bfloat16", "w8a8"])
+def test_sums_that_are_added_later_leave_room_for_more_in_flight(operands):
+    """They need no inbox; on an H200 four steps in flight instead of three are what a CTA of so many tokens waits for."""
+    key = {"tokens": 256, "in": 14336, "out": 4096, "operands": operands}
+    config = default_config(key)
+    assert (config.reduce, config.splits, config.stages) == ("after", 4, 4)
+    plan = make_plan(key, dataclasses.replace(config, reduce="cluster", clusters=16))
+    assert plan.shared_bytes > SHARED_BYTES
+
+
 def test_the_default_shares_work_evenly():
-    """Most of the 132 multiprocessors, and at least nine tenths of what each does is of use."""
+    """Most of the 132 multiprocessors (96 that need no sums of others were faster than more), and nine tenths of what each does
+    is of use."""
     for out, depth in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2048, 1536), (1536, 8960)):
         key = {"tokens": 8, "in": depth, "out": out}
         plan = make_plan(key, default_config(key))
         ctas = plan.clusters * plan.config.splits * plan.config.share
         steps = -(-plan.tiles // plan.clusters) * plan.steps * ctas
         assert out * depth / (plan.tile_rows * plan.config.block_k) / steps > 0.9, plan
-        assert ctas >= 112, plan
+        assert ctas >= 96, plan
 
 
 @pytest.mark.parametrize("warpgroups", range(1, 8))
