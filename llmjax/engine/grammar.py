@@ -244,6 +244,18 @@ class GrammarMatcher:
             self.complete = True
         return not self.complete and self.error is None
 
+    def only_token(self) -> int | None:
+        """The next token where just one is allowed, else None."""
+        (words,) = self.allowed.nonzero()
+        if len(words) != 1:
+            return None
+        bits = int(self.allowed[words[0]]) & 0xFFFFFFFF
+        return None if bits & (bits - 1) else 32 * int(words[0]) + bits.bit_length() - 1
+
+    def allows(self, token: int) -> bool:
+        """Whether `token` may be the next."""
+        return bool((int(self.allowed[token // 32]) >> (token % 32)) & 1)
+
     def allow(self, mask: np.ndarray) -> None:
         """Take the library's mask of the next token, of which some may be forbidden here."""
         if self.matcher.is_error():

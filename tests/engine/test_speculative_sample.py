@@ -16,6 +16,7 @@ from sampling_oracle import Row, oracle
 
 from llmjax.engine import sampling_filters
 from llmjax.engine.ngram import ngram_drafts
+from llmjax.engine.prompt_lookup import PromptLookup
 from llmjax.engine.sample import Drafts, SamplingSettings, propose, sample
 
 DRAWS = 200_000
@@ -178,3 +179,17 @@ def test_prompt_lookup_finds_the_latest_longest_match() -> None:
         found = np.asarray(ngram_drafts(history, last, length=k, shortest=shortest, longest=longest))
         for row, end, drafts in zip(history, last, found, strict=True):
             assert drafts.tolist() == lookup(row[: end + 1].tolist(), k, shortest, longest)
+
+
+def test_prompt_lookup_on_the_host_finds_the_same() -> None:
+    """Token by token, its own drafts among what it looks up, and none of them left behind."""
+    random = np.random.default_rng()
+    for shortest, longest in ((1, 3), (2, 4), (3, 3), (1, 1)):
+        for _ in range(60):
+            ids = random.integers(0, 3, 24).tolist()
+            found = PromptLookup(30)
+            for end in range(1, 25):
+                found.add(ids[len(found) : end])
+                for drafts in (random.integers(0, 3, 4).tolist(), []):
+                    (want,) = lookup(ids[:end] + drafts, 1, shortest, longest)
+                    assert found.next(drafts, shortest=shortest, longest=longest) == (None if want < 0 else want)
