@@ -129,7 +129,7 @@ class RandomSpeculation(Speculation):
         if self.random.random() < 0.3:
             return None
         length = self.random.choice(self._config.lengths)
-        return Drafting(length, [0 if r.stepwise else self.random.randint(0, length) for r in decoding])
+        return Drafting(length, [self.random.randint(0, length) for _ in decoding])
 
     def observe(self, request: Request, proposed: int, accepted: int) -> None:
         assert not request.finished
@@ -291,10 +291,13 @@ class FakeDevice:
             if position < state.length:
                 self._draft_write(state, position)
         before = state.length
-        if row.drafts and self.config.speculative.method == "draft":
+        hosts = row.request.stepwise  # the host made its drafts, perhaps fewer than it might have
+        assert not hosts or row.catch_up == (0, 0)
+        if row.drafts and not hosts and self.config.speculative.method == "draft":
             for position in range(before - 1):
                 assert self._draft_slot(state, position) == hash(tuple(state.ids[: position + 1])), "the draft model has a hole"
         drafts = min(row.drafts, state.limit - state.num_output - 1)
+        drafts = self.random.randint(0, drafts) if hosts else drafts
         right = self.random.randint(0, drafts)
         assert output.proposed is not None
         assert output.accepted is not None
@@ -308,7 +311,7 @@ class FakeDevice:
                 self._write(state, state.last)
                 self._sample(state, output, step, column)
                 output.accepted[column] += step < right and bool(output.finite[step, column])
-        for position in range(max(before - 1, 0), min(state.length, before + max(drafts, 1))):
+        for position in range(max(before - 1, 0), min(state.length, before + (1 if hosts else max(drafts, 1)))):
             self._draft_write(state, position)
 
     def _draft_slot(self, state: DeviceRow, position: int) -> int | None:

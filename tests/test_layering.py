@@ -52,6 +52,7 @@ HOST_ONLY = [
     "llmjax/engine/tokenizer.py", "llmjax/engine/hf_tokenizer.py", "llmjax/engine/gguf_tokenizer.py",
     "llmjax/engine/token_pieces.py", "llmjax/engine/chat_template.py", "llmjax/engine/detokenizer.py",
     "llmjax/engine/stop_strings.py", "llmjax/engine/text_output.py", "llmjax/engine/grammar.py", "llmjax/engine/grammar_rows.py",
+    "llmjax/engine/grammar_drafts.py", "llmjax/engine/prompt_lookup.py", "llmjax/engine/row_masks.py",
     "llmjax/engine/async_engine.py", "llmjax/engine/request_stream.py", "llmjax/engine/engine_client.py",
     "llmjax/engine/health.py", "llmjax/engine/engine_messages.py", "llmjax/engine/engine_socket.py",
     "llmjax/engine/remote_engine.py", "llmjax/engine/engine_state.py", "llmjax/engine/engine_stats.py",

@@ -101,7 +101,7 @@ class Shapes:
     def _drafting(self) -> tuple[Any, ...]:
         s = self.engine_config.speculative
         assert s is not None
-        return s.method, self.draft_layers, s.ngram_min, s.ngram_max
+        return s.method, self.draft_layers, s.ngram_min, s.ngram_max, self.engine_config.mask_places
 
     @property
     def draft_layers(self) -> int:
@@ -135,6 +135,7 @@ class Shapes:
             max_pages=self.engine_config.max_pages,
             vocab_size=self.config.vocab_size,
             history_length=self.engine_config.history_length,
+            mask_places=self.engine_config.mask_places,
         )
         return jax.eval_shape(make)
 

@@ -189,3 +189,8 @@ class ResolvedConfig(EngineConfig):
     def history_length(self) -> int | None:
         """Tokens of a row's history on the device; None without speculation, which alone reads it."""
         return None if self.speculative is None else self.max_pages * self.page_size
+
+    @property
+    def mask_places(self) -> int:
+        """Masks of a row on the device: of its next token and, with speculation, of the one behind each draft."""
+        return 1 if self.speculative is None else 1 + self.speculative.tokens

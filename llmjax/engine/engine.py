@@ -28,7 +28,7 @@ from llmjax.engine.launch_timer import LaunchTimer
 from llmjax.engine.memory_map import MemoryMap, live_bytes, memory_map
 from llmjax.engine.output_processor import NON_FINITE, LiveRequest
 from llmjax.engine.outputs import RequestOutput
-from llmjax.engine.prompt_class import UNKNOWN, class_of
+from llmjax.engine.prompt_class import FORM, UNKNOWN, class_of
 from llmjax.engine.request_checks import check_ids, check_params, output_limit, token_ids
 from llmjax.engine.runner import PendingStep
 from llmjax.engine.startup import start_runner
@@ -189,7 +189,8 @@ class Engine:
         check_ids(ids, self.model_config.num_tokens)
         check_params(params, self.model_config.num_tokens, self.eos_ids, has_tokenizer=self.tokenizer is not None)
         seed = self._random.getrandbits(64) if params.seed is None else params.seed & (2**64 - 1)
-        prompt_class = class_of(prompt, ids, self.tokenizer) if self.config.speculative is not None else UNKNOWN
+        speculates = self.config.speculative is not None
+        prompt_class = UNKNOWN if not speculates else FORM if params.structured else class_of(prompt, ids, self.tokenizer)
         requests = [
             Request(
                 request_id=f"{request_id}/{choice}",
@@ -285,7 +286,7 @@ class Engine:
         for timeline in new:
             timeline.scheduled(scheduled_ns)
         try:
-            pending = self.runner.dispatch(batch, launch_masks(batch, self._owners))
+            pending = self.runner.dispatch(batch, launch_masks(batch, self._owners, self.grammars, self.config.speculative))
         except BaseException as error:
             # The launch is accounted for, and the device's state may be lost with it: nothing can go on from here.
             reason = (str(error).splitlines() or ["no message"])[0]

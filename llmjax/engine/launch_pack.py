@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from llmjax.engine.config import ResolvedConfig
+from llmjax.engine.row_masks import RowMasks
 from llmjax.engine.sample import MAX_BIAS, MAX_STOPS, PROMPT_BIT, SamplingSettings
 from llmjax.engine.speculative import catch_up_layout, speculate_layout
 from llmjax.engine.state import (
     HISTORY_A_RESET,
+    MASKS_A_RESET,
     SEEN_A_RESET,
     KnownTokens,
     RowReset,
     SeenTokens,
+    mask_slot,
     no_known_tokens,
     no_seen_tokens,
+    pack_masks,
     pack_resets,
 )
 from llmjax.engine.step import decode_layout, extend_layout
@@ -61,16 +65,30 @@ class LaunchPack:
         rows[: len(batch.rows)] = [row.row for row in batch.rows]
         return layout.pack(rows=rows, **self._pages(batch.rows, dict(layout.sizes)["page_ids"]))
 
-    def speculate(self, batch: ScheduledBatch, size: int) -> np.ndarray:
-        """A speculate launch, likewise."""
+    def speculate(self, batch: ScheduledBatch, size: int, masks: Sequence[RowMasks] = ()) -> np.ndarray:
+        """A speculate launch, likewise. Rows with masks have just the drafts that were made for them, perhaps none."""
         assert self._speculative is not None
         layout = speculate_layout(rows=size, length=batch.draft_length, page_size=self._page_size)
         rows, drafts = np.full(size, self._rows, np.int32), np.zeros(size, np.int32)
         rows[: len(batch.rows)] = [row.row for row in batch.rows]
-        drafts[: len(batch.rows)] = [row.drafts for row in batch.rows]
+        made = {one.row: len(one.drafts) for one in masks}
+        drafts[: len(batch.rows)] = [made.get(row.row, row.drafts) for row in batch.rows]
         temperature = np.array([self.draft_temperature], np.float32).view(np.int32)
         pages = self._pages(batch.rows, dict(layout.sizes)["page_ids"])
         return layout.pack(rows=rows, drafts=drafts, temperature=temperature, **pages)
+
+    def masks(self, masks: Sequence[RowMasks]) -> Iterator[tuple[np.ndarray | None, np.ndarray]]:
+        """The two vectors of as many `reset_rows` calls as these masks take, at most `MASKS_A_RESET` in each: the drafts, None
+        where there are none, and the masks."""
+        num_rows = self._rows + 1
+        slots = [mask_slot(one.row, place, num_rows=num_rows) for one in masks for place in range(len(one.allowed))]
+        allowed = [mask for one in masks for mask in one.allowed]
+        drafts = _drafted_tokens(masks)
+        for call, first in enumerate(range(0, len(slots), MASKS_A_RESET)):  # each draft has a mask, so that these are enough
+            some = slice(first, first + MASKS_A_RESET)
+            packed = pack_masks(slots[some], allowed[some], num_words=len(allowed[0]))
+            known = KnownTokens(*(array[call * HISTORY_A_RESET : (call + 1) * HISTORY_A_RESET] for array in drafts))
+            yield self._resets([], no_seen_tokens(), known) if len(known.rows) else None, packed
 
     def holes(self, rows: list[ScheduledRow], size: int) -> Iterator[list[Piece]]:
         """What a draft model has not seen of rows that are to draft, in launches of at most `size` tokens."""
@@ -190,6 +208,12 @@ def _known_tokens(rows: list[ScheduledRow]) -> KnownTokens:
         ids = np.asarray(row.request.known_ids(0, row.start), np.int32)
         found.append(KnownTokens(np.full(row.start, row.row, np.int32), np.arange(row.start, dtype=np.int32), ids))
     return KnownTokens(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
+
+
+def _drafted_tokens(masks: Sequence[RowMasks]) -> KnownTokens:
+    """The drafts that were made for masked rows, to stand behind their last tokens."""
+    entries = [(one.row, one.position + place, token) for one in masks for place, token in enumerate(one.drafts)]
+    return KnownTokens(*np.asarray(entries, np.int32).T) if entries else no_known_tokens()
 
 
 def _has_penalty(request: Request) -> bool:

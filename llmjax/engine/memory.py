@@ -45,8 +45,8 @@ class MemoryPlan:
         limit: what this process may have; None where the device does not tell.
         in_use: taken before the engine: another engine, a researcher's arrays.
         weights: the parameters, a draft model's too.
-        state: the rows' state (token counts above all; with speculation also their tokens), and what a cache has beside its
-            pages.
+        state: the rows' state (token counts above all; with speculation also their tokens and masks of drafts), and what a
+            cache has beside its pages.
         temporaries: of the largest program; None where the pool does not depend on them.
         reserve: left free for code, CUDA graphs and libraries.
         page_bytes: of one page over all layers, keys and values; with a draft model over its layers too.

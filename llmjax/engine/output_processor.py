@@ -8,6 +8,7 @@ import numpy as np
 
 from llmjax.engine.grammar import GrammarMatcher
 from llmjax.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput, SpeculationOutput, TokenLogprob
+from llmjax.engine.prompt_lookup import PromptLookup
 from llmjax.engine.text_output import ChoiceText, token_text
 from llmjax.engine.tokenizer import Tokenizer
 from llmjax.scheduling.finish_reason import FinishReason
@@ -38,6 +39,7 @@ class LiveRequest:
         self.prompt_ids = prompt_ids
         self.requests = requests
         self._matchers = matchers  # one a choice where the output must have a form, else none
+        self._lookups: dict[int, PromptLookup] = {}  # by choice, of those with a form that were to have drafts
         self._prompt = prompt
         self._tokenizer = tokenizer
         params = requests[0].params
@@ -96,6 +98,14 @@ class LiveRequest:
     def matcher(self, request: Request) -> GrammarMatcher:
         """Where a choice stands in the form that it must have."""
         return self._matchers[request.choice]
+
+    def lookup(self, request: Request) -> PromptLookup:
+        """What a choice with a form has said before, up to its last token that was read."""
+        lookup = self._lookups.get(request.choice)
+        if lookup is None:
+            lookup = self._lookups[request.choice] = PromptLookup(request.num_prompt_tokens + request.limit)
+        lookup.add(request.known_ids(len(lookup), request.num_tokens))
+        return lookup
 
     def keep_to_form(self, request: Request) -> FinishReason | None:
         """After `take` of a choice with a form that runs, or is at its limit: why it has ended, None while it runs."""

@@ -51,7 +51,7 @@ class SpeculationOutput:
 
     Attributes:
         rounds: launches in which a choice had drafts. drafted, accepted: tokens proposed, and taken over.
-        off: why it did not draft at the end, of its first choice that did not: acceptance, length or structured, or batch or cost
+        off: why it did not draft at the end, of its first choice that did not: acceptance or length, or batch or cost
             where nobody drafted; None where all did.
     """
 

@@ -12,9 +12,11 @@ from typing import Literal
 
 from llmjax.engine.tokenizer import Tokenizer
 
-PromptClass = Literal["code", "json", "cjk", "prose", "tokens"]
+PromptClass = Literal["code", "json", "cjk", "prose", "tokens", "structured"]
 UNKNOWN: PromptClass = "tokens"
 """Of a prompt without a text."""
+FORM: PromptClass = "structured"
+"""Of any prompt whose answer must have a form: that decides more than the prompt does, and others draft for it."""
 
 _CHARACTERS = 1000
 _TOKENS = 256

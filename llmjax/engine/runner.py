@@ -18,8 +18,9 @@ from llmjax.engine.compile_counter import CompileCounter
 from llmjax.engine.compile_programs import Key, catch_up_key
 from llmjax.engine.config import ResolvedConfig
 from llmjax.engine.launch_pack import LaunchPack, padded
+from llmjax.engine.row_masks import RowMasks
 from llmjax.engine.speculative import ACCEPTED, DRAFTED
-from llmjax.engine.state import MASKS_A_RESET, ROWS_A_RESET, DeviceState, init_state, pack_masks
+from llmjax.engine.state import ROWS_A_RESET, DeviceState, init_state, pack_masks
 from llmjax.engine.token_masks import num_mask_words
 from llmjax.errors import ModelError
 from llmjax.model.kv_cache import NULL_PAGE, PAGES_A_WIPE, KVCache, init_cache, with_key_channels
@@ -121,12 +122,12 @@ class ModelRunner:
             max_pages=engine_config.max_pages,
             vocab_size=config.vocab_size,
             history_length=engine_config.history_length,
+            mask_places=engine_config.mask_places,
         )
         self._compiles_after_ready = 0
         self._executables = executables
-        self._num_words = num_mask_words(config.vocab_size)
         # On the device, so that a reset sends no empty masks and a mask no empty resets.
-        self._no_masks = jnp.asarray(pack_masks([], [], num_words=self._num_words))
+        self._no_masks = jnp.asarray(pack_masks([], [], num_words=num_mask_words(config.vocab_size)))
         self._no_resets = jnp.asarray(self._pack.padding("reset", ROWS_A_RESET, 1))
 
     @property
@@ -207,13 +208,9 @@ class ModelRunner:
 
     # -- launches
 
-    def dispatch(self, batch: ScheduledBatch, masks: Sequence[tuple[int, np.ndarray]] = ()) -> PendingStep:
-        """Launch a batch. Returns at once; launches run in the order of dispatch.
-
-        Args:
-            masks: of rows that sample only some tokens: the row, and int32 [W] as `DeviceState.allowed` has it. They hold for one
-                token: a row that has once had a mask gets another for each.
-        """
+    def dispatch(self, batch: ScheduledBatch, masks: Sequence[RowMasks] = ()) -> PendingStep:
+        """Launch a batch. Returns at once; launches run in the order of dispatch. `masks` are of the rows that sample only some
+        tokens, with their drafts."""
         for first in range(0, len(batch.dirty_pages), PAGES_A_WIPE):
             pages = list(batch.dirty_pages[first : first + PAGES_A_WIPE])
             self._launch(("wipe", PAGES_A_WIPE, 1), padded(pages, PAGES_A_WIPE, NULL_PAGE, np.int32))
@@ -221,10 +218,8 @@ class ModelRunner:
         for first in range(0, len(new), ROWS_A_RESET):
             for packed in self._pack.resets(new[first : first + ROWS_A_RESET]):
                 self._launch(("reset", ROWS_A_RESET, 1), packed)
-        for first in range(0, len(masks), MASKS_A_RESET):
-            rows, allowed = zip(*masks[first : first + MASKS_A_RESET], strict=True)
-            packed = pack_masks(rows, allowed, num_words=self._num_words)
-            self._launch(("reset", ROWS_A_RESET, 1), self._no_resets, packed)
+        for drafts, allowed in self._pack.masks(masks):
+            self._launch(("reset", ROWS_A_RESET, 1), self._no_resets if drafts is None else drafts, allowed)
         if batch.kind == "decode":
             size = pick(self.row_buckets, len(batch.rows))
             tokens, scores = self._launch(("decode", size, batch.num_steps), self._pack.decode(batch, size, batch.num_steps))
@@ -232,7 +227,7 @@ class ModelRunner:
             for pieces in self._pack.holes(batch.rows, self._catch_up[1]):
                 self._launch(self._catch_up, self._pack.catch_up(pieces, self._catch_up[1]))
             size = pick(self._speculate_row_buckets, len(batch.rows))
-            tokens, scores = self._launch(("speculate", size, batch.draft_length), self._pack.speculate(batch, size))
+            tokens, scores = self._launch(("speculate", size, batch.draft_length), self._pack.speculate(batch, size, masks))
         else:
             size = pick(self.token_buckets, batch.num_tokens)
             tokens, scores = self._launch(("extend", size, 1), self._pack.extend(batch, size))

@@ -4,10 +4,10 @@
 the host reads it a launch later. `extend_with_draft` and `catch_up_step` keep a draft model's cache filled. Pure functions that
 know no requests: who drafts, and how many tokens, comes packed with the launch.
 
-What a row gets has exactly the target's distribution, whatever is drafted: see `sample.sample`. Greedy rows, and all rows with
-prompt lookup, get token for token what plain steps give, as far as one program rounds as the other. Sampled rows with other
-drafts get other tokens of the same distribution, and which depends on the places that had a draft: a seed alone fixes them only
-where launches depend on the request alone (`deterministic`).
+What a row gets has exactly the target's distribution, whatever is drafted: see `sample.sample`. Greedy rows, masked ones, and
+all rows with prompt lookup get token for token what plain steps give, as far as one program rounds as the other. Sampled rows
+with other drafts get other tokens of the same distribution, and which depends on the places that had a draft: a seed alone fixes
+them only where launches depend on the request alone (`deterministic`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from llmjax.engine.drafting import (
 )
 from llmjax.engine.ngram import ngram_drafts
 from llmjax.engine.sample import Drafts, sample
-from llmjax.engine.state import DeviceState
+from llmjax.engine.state import DeviceState, mask_slot
 from llmjax.engine.step import (
     MovingRows,
     Pieces,
@@ -92,7 +92,10 @@ def speculate_step(
 
     A row takes the drafts that are accepted, up to the first that is not, and one token more: 1 to `length` + 1 tokens. It ends
     among them where plain steps would have ended it: after a stop id, at its limit, at logits that are not finite. A row without
-    drafts, as each masked one, takes one token. Keys and values of rejected drafts are overwritten before anyone reads them.
+    drafts takes one token. Keys and values of rejected drafts are overwritten before anyone reads them.
+
+    The drafts of a masked row are the host's, which has put them into its history, behind its last token, with a mask for each
+    place. They are no draw, as those of prompt lookup: the row gets token for token what plain steps give.
 
     Args:
         draft_params, draft_cache: of a `ModelDrafter`, else None.
@@ -105,14 +108,14 @@ def speculate_step(
     index = updates["rows"]
     fixed, moving = gather_rows(state, index)
     room = jnp.minimum(updates["drafts"], fixed.limit - moving.num_output - 1)
-    wanted = jnp.where(moving.active & ~fixed.masked, jnp.clip(room, 0, length), 0)
-    view = DraftRows(index, state.page_table[index], fixed, moving, wanted)
+    most = jnp.where(moving.active, jnp.clip(room, 0, length), 0)
+    view = DraftRows(index, state.page_table[index], fixed, moving, jnp.where(fixed.masked, 0, most))
 
     if isinstance(drafter, NgramDrafter):
         assert state.history is not None
         history = state.history[index]
         found = ngram_drafts(history, moving.seq_lens, length=length, shortest=drafter.shortest, longest=drafter.longest)
-        drafted = Drafted(jnp.where(jnp.arange(length) < wanted[:, None], found, -1), None)
+        drafted = Drafted(jnp.where(jnp.arange(length) < view.wanted[:, None], found, -1), None)
     else:
         factor = jax.lax.bitcast_convert_type(updates["temperature"], jnp.float32)
         warm = jnp.maximum(fixed.settings.temperature * factor, GREEDY_TEMPERATURE)
@@ -123,8 +126,18 @@ def speculate_step(
             drafted, draft_cache = draft_by_model(draft_params, draft_cache, state, view_of_draft, drafter, length)
         else:
             drafted, kv_cache = draft_by_layers(params, kv_cache, state, view_of_draft, drafter, model, config, length)
-    state, tokens, kv_cache = _verify(params, kv_cache, state, view, drafted, model, config)
+    given = _given_drafts(state, view, most, length)
+    state, tokens, kv_cache = _verify(params, kv_cache, state, view, drafted, given, model, config)
     return state, tokens, kv_cache, draft_cache
+
+
+def _given_drafts(state: DeviceState, rows: DraftRows, most: Int[Array, "R"], length: int) -> Int[Array, "R k"]:
+    """The drafts that the host has made for masked rows, `most` of each; -1 where there is none."""
+    assert state.history is not None
+    places = jnp.arange(length)
+    behind = jnp.minimum(rows.moving.seq_lens[:, None] + 1 + places, state.history.shape[1] - 1)
+    given = rows.fixed.masked[:, None] & (places < most[:, None])
+    return jnp.where(given, state.history[rows.index[:, None], behind], -1)
 
 
 def extend_with_draft(
@@ -190,11 +203,19 @@ def catch_up_step(
 
 
 def _verify(
-    params: Any, cache: KVCache, state: DeviceState, rows: DraftRows, drafted: Drafted, model: Model, config: DecoderConfig
+    params: Any,
+    cache: KVCache,
+    state: DeviceState,
+    rows: DraftRows,
+    drafted: Drafted,
+    given: Int[Array, "R k"],
+    model: Model,
+    config: DecoderConfig,
 ) -> tuple[DeviceState, StepTokens, KVCache]:
-    """Each row's last token and its drafts through the target, a token sampled after each, and what of them the row takes."""
+    """Each row's last token and its drafts through the target, a token sampled after each, and what of them the row takes. No row
+    has both drafts that were drafted here and given ones."""
     index, fixed, moving = rows.index, rows.fixed, rows.moving
-    drafts = drafted.tokens
+    drafts = jnp.maximum(drafted.tokens, given)
     count, length = drafts.shape
     steps = jnp.arange(length + 1)
     num_drafts = (drafts >= 0).sum(axis=1)
@@ -229,13 +250,16 @@ def _verify(
         every = jnp.broadcast_to(state.counts[index][:, None], (count, length + 1, state.counts.shape[1]))
         return count_tokens(every, before).reshape(logits.shape)
 
+    def masks() -> Array:
+        return state.allowed[mask_slot(index[:, None], steps, num_rows=state.masked.shape[0]).reshape(-1)]
+
     sampled = sample(
         logits,
         jax.tree.map(repeated, fixed.settings),
         counts,
         (moving.seq_lens[:, None] + 1 + steps).reshape(-1),
         (moving.num_output[:, None] + steps).reshape(-1),
-        TokenMasks(repeated(fixed.masked), lambda: repeated(state.allowed[index])),
+        TokenMasks(repeated(fixed.masked), masks),
         _as_drafts(drafted),
     )
     sampled = jax.tree.map(lambda a: a.reshape(count, length + 1, *a.shape[1:]), sampled)

@@ -9,7 +9,7 @@ padding row: never active, its page table all null pages, so that padded entries
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +37,11 @@ class DeviceState(NamedTuple):
         settings: sampling settings, one entry a row.
         prompt_logprobs: alternatives wanted a prompt token, -1 for no scoring.
         counts: per row and token id, see `PROMPT_BIT`.
-        masked: the row samples only what `allowed` allows, and one token a launch: each takes another mask, from the host.
-        allowed: bit i of word w is token 32 w + i.
-        history: the row's tokens by position, its last one included, for drafts; None where nothing is drafted.
+        masked: the row samples only what `allowed` allows: each token takes another mask, from the host, which brings with a
+            launch that of its next token and, if it makes drafts for the row, that of the token behind each.
+        allowed: the masks, see `mask_slot`; bit i of word w is token 32 w + i.
+        history: the row's tokens by position, its last one included, for drafts; of a masked row in a launch with drafts these
+            stand behind it. None where nothing is drafted.
     """
 
     last_token: Int[Array, "B1"]
@@ -53,12 +55,21 @@ class DeviceState(NamedTuple):
     prompt_logprobs: Int[Array, "B1"]
     counts: Int[Array, "B1 V"]
     masked: Bool[Array, "B1"]
-    allowed: Int[Array, "B1 W"]
+    allowed: Int[Array, "P*B1 W"]
     history: Int[Array, "B1 C"] | None = None
 
 
-def init_state(*, max_sequences: int, max_pages: int, vocab_size: int, history_length: int | None = None) -> DeviceState:
-    """A state with every row unused, on the default device; with a history of so many tokens a row, if any."""
+def mask_slot(rows: Any, places: Any, *, num_rows: int) -> Any:
+    """The entry of `DeviceState.allowed` that holds a row's mask of the token `places` behind its next, of numbers or arrays.
+    `num_rows` is B1."""
+    return places * num_rows + rows
+
+
+def init_state(
+    *, max_sequences: int, max_pages: int, vocab_size: int, history_length: int | None = None, mask_places: int = 1
+) -> DeviceState:
+    """A state with every row unused, on the default device; with a history of so many tokens a row, if any, and masks of so many
+    tokens."""
     rows = max_sequences + 1
 
     def make() -> DeviceState:
@@ -79,7 +90,7 @@ def init_state(*, max_sequences: int, max_pages: int, vocab_size: int, history_l
             prompt_logprobs=ints - 1,
             counts=jnp.zeros((rows, vocab_size), jnp.int32),
             masked=jnp.zeros((rows,), bool),
-            allowed=jnp.zeros((rows, num_mask_words(vocab_size)), jnp.int32),
+            allowed=jnp.zeros((mask_places * rows, num_mask_words(vocab_size)), jnp.int32),
             history=None if history_length is None else jnp.zeros((rows, history_length), jnp.int32),
         )  # fmt: skip
 
@@ -125,7 +136,8 @@ def no_seen_tokens() -> SeenTokens:
 
 
 class KnownTokens(NamedTuple):
-    """What a row's history is to hold of tokens that are not computed again: `ids` [n] at `positions` [n] of `rows` [n]."""
+    """What a row's history is to hold of tokens that are not computed again, and of drafts that the host made: `ids` [n] at
+    `positions` [n] of `rows` [n]."""
 
     rows: Int[np.ndarray, "n"]
     positions: Int[np.ndarray, "n"]
@@ -176,13 +188,13 @@ def _triples(entries: SeenTokens | KnownTokens, size: int) -> np.ndarray:
     return out.reshape(-1)
 
 
-def pack_masks(rows: Sequence[int], allowed: Sequence[np.ndarray], *, num_words: int) -> np.ndarray:
-    """At most `MASKS_A_RESET` masks of `num_words` words, int32 [16, 1 + W]: row, mask; unused entries name no row."""
+def pack_masks(slots: Sequence[int], allowed: Sequence[np.ndarray], *, num_words: int) -> np.ndarray:
+    """At most `MASKS_A_RESET` masks of `num_words` words, int32 [16, 1 + W]: `mask_slot`, mask; unused entries name none."""
     packed = np.zeros((MASKS_A_RESET, 1 + num_words), np.int32)
     packed[:, 0] = _NO_ROW
-    if rows:
-        packed[: len(rows), 0] = rows
-        packed[: len(rows), 1:] = allowed
+    if slots:
+        packed[: len(slots), 0] = slots
+        packed[: len(slots), 1:] = allowed
     return packed
 
 
@@ -190,7 +202,8 @@ def reset_rows(state: DeviceState, packed: Int[Array, "width"], masks: Int[Array
     """Give rows to new requests: everything of the row is overwritten, but for what its history holds behind its tokens; then
     add the seen and the known tokens and put the masks. `state` is meant to be donated.
 
-    Calls for the same rows that only add seen and known tokens may follow. Masks may be of any rows, new or not.
+    Calls for the same rows that only add seen and known tokens may follow. Masks may be of any rows, new or not; the first of a
+    row, which every row that has masks gets, makes it a masked one.
     """
     max_pages = state.page_table.shape[1]
     if state.history is not None:

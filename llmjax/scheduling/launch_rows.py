@@ -33,7 +33,8 @@ class LaunchRows:
         """One launch in which rows take up to so many drafts and one token more. Promised is the most that may come of it.
 
         Args:
-            fills: there is a draft model, which must have seen all tokens of a row that drafts.
+            fills: there is a draft model, which must have seen all tokens of a row that drafts. It drafts for no stepwise one,
+                and sees no more than the last two tokens of it in a launch.
         """
         rows = []
         for request, wanted in zip(decoding, drafts, strict=True):
@@ -42,13 +43,13 @@ class LaunchRows:
             row.drafts = samples - 1
             request.num_steps += 1
             seen = row.start - 1  # the draft model takes the last two tokens in any case
-            if fills and row.drafts and request.num_drafted < seen:
+            if fills and row.drafts and not request.stepwise and request.num_drafted < seen:
                 # What is in flight may have come less far than it was promised, and the hole begin as much earlier.
                 row.catch_up = (min(request.num_drafted, request.num_tokens - 1), seen)
                 request.num_drafted = seen
             if request.num_drafted >= seen:
                 # Of the last draft it has not seen more than that it made it: that one may be missing.
-                request.num_drafted = request.num_computed_tokens - 1
+                request.num_drafted = row.start if request.stepwise else request.num_computed_tokens - 1
             rows.append(row)
         return rows
 

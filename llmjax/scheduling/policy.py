@@ -74,7 +74,7 @@ def drafts_apart(request: Request, config: SpeculationConfig) -> int | None:
     """How many tokens a request of a deterministic engine drafts: as many as it may, by what is so of it whatever runs beside it.
     None: that is known only when what is in flight has been read."""
     longest, known = config.max_length, request.num_tokens - 1
-    if request.stepwise or (longest is not None and known >= longest):
+    if longest is not None and known >= longest:
         return 0
     at_most = request.num_computed_tokens  # more than it may turn out to be
     unsure = request.num_left <= config.tokens or (longest is not None and at_most >= longest)

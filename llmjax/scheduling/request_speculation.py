@@ -7,7 +7,7 @@ import math
 from collections import deque
 from typing import Literal
 
-OffReason = Literal["acceptance", "length", "structured"]
+OffReason = Literal["acceptance", "length"]
 
 WARM_UP = 8
 """Rounds before a request is judged: from here on it is off when its acceptance is two standard errors below the least."""

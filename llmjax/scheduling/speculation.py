@@ -3,8 +3,8 @@
 Owns what is known of acceptance and of what launches cost. Knows no pages, no device and no clock: it counts launches, rounds and
 tokens, so that the same history always gives the same decisions. Three questions, from the narrowest to the widest:
 
-*Is this request a reason to draft?* Not one whose output must have a form (`structured`), nor one longer than `max_length`, nor
-one of whose last drafts fewer than `min_acceptance` were accepted (`RequestSpeculation` says after how many rounds).
+*Is this request a reason to draft?* Not one longer than `max_length`, nor one of whose last drafts fewer than `min_acceptance`
+were accepted (`RequestSpeculation` says after how many rounds).
 
 *Does this launch speculate?* A round of k drafts takes one launch of `LaunchSeconds`, in which a row gives 1 + a + ... + a**k
 tokens when its drafts are accepted with probability a, one after the other (Leviathan et al., "Fast inference from transformers
@@ -164,8 +164,6 @@ class Speculation:
         record = RequestSpeculation(self.rates.prior(request.lane, request.prompt_class))
         request.speculation = record
         self._expect(record)
-        if request.stepwise:
-            self._switch_off(record, "structured")
         return record
 
     def _expect(self, record: RequestSpeculation) -> None:

@@ -27,7 +27,8 @@ class SpeculationConfig:
         disable_above_batch: decoding rows above which nobody drafts.
         adaptive: False drafts `tokens` tokens always, whatever it costs and however few are accepted: for benchmarks and tests.
         layers: of "truncated": the target's first so many; None takes a quarter of them, at least one.
-        ngram_min, ngram_max: of "ngram": tokens that must be found again, at least and at most; the longest match counts.
+        ngram_min, ngram_max: of "ngram", and of outputs with a form with any method: tokens that must be found again, at least
+            and at most; the longest match counts.
     """
 
     method: Literal["ngram", "draft", "truncated"]

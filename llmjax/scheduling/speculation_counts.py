@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-SwitchReason = Literal["acceptance", "length", "batch", "cost", "structured"]
+SwitchReason = Literal["acceptance", "length", "batch", "cost"]
 
 
 class SpeculationCounts:
@@ -15,8 +15,8 @@ class SpeculationCounts:
 
     Attributes:
         rounds: of all rows; a launch with drafts counts each row that had some. drafted, accepted: tokens.
-        switches: by ("off" or "on", reason), "on" when the reason is over: acceptance, length and structured are a request's own,
-            batch and cost the engine's.
+        switches: by ("off" or "on", reason), "on" when the reason is over: acceptance and length are a request's own, batch and
+            cost the engine's.
     """
 
     def __init__(self, tokens: int) -> None:

@@ -19,6 +19,7 @@ from llmjax.engine.llm import LLM
 from llmjax.engine.memory import MemoryPlan, plan_memory, tree_bytes
 from llmjax.engine.outputs import RequestOutput
 from llmjax.engine.state import DeviceState
+from llmjax.engine.token_masks import num_mask_words
 from llmjax.errors import ConfigError, ModelError
 from llmjax.model.checkpoint.load import LoadedModel, PendingParams
 from llmjax.model.kv_cache import cache_bytes_per_page
@@ -201,17 +202,18 @@ def test_without_speculation_the_programs_are_those_without_the_code(monkeypatch
     assert [lower(key, get_model(CONFIG.family), shapes).as_text() for key in keys] == with_field
 
 
-def test_a_history_is_all_that_speculation_adds_to_plain_programs() -> None:
+def test_a_history_and_masks_are_all_that_speculation_adds_to_plain_programs() -> None:
     speculative = SpeculationConfig(method="ngram", tokens=3)
     resolved = options(speculative=speculative).resolved(gpu=False, model_max_context=512)
     shapes = Shapes(CONFIG, abstract(random_params(CONFIG)), resolved, 9)
     assert [key for key in wanted(resolved) if key[0] == "speculate"] == [("speculate", 4, 2), ("speculate", 4, 3)]
     assert shapes.state().history.shape == (5, 96)
+    assert shapes.state().allowed.shape == (4 * 5, num_mask_words(CONFIG.vocab_size))  # of the next token, and behind each draft
     for key in wanted(resolved):
         assert step_function(key, get_model(CONFIG.family), shapes)
 
 
-def test_the_memory_plan_counts_draft_and_history() -> None:
+def test_the_memory_plan_counts_draft_history_and_masks() -> None:
     model, target = get_model(CONFIG.family), abstract(random_params(CONFIG))
     drafting = dataclasses.replace(CONFIG, num_layers=1, sliding_windows=(0,))
     draft = DraftShapes(drafting, abstract(random_params(drafting)))
@@ -222,7 +224,8 @@ def test_the_memory_plan_counts_draft_and_history() -> None:
         return plan_memory(model, CONFIG, target, resolved, None, None, draft=draft)
 
     plain, ngram, both = plan(None), plan("ngram"), plan("draft", draft)
-    assert ngram.state - plain.state == both.state - plain.state == 4 * 5 * 96  # int32, five rows of a full context
+    more = 4 * 5 * (96 + 3 * num_mask_words(CONFIG.vocab_size))  # int32, five rows of a full context and three masks more
+    assert ngram.state - plain.state == both.state - plain.state == more
     assert (ngram.weights, ngram.page_bytes) == (plain.weights, plain.page_bytes)
     assert both.page_bytes == plain.page_bytes + cache_bytes_per_page(drafting, 16)
     assert both.weights == plain.weights + tree_bytes(draft.params)

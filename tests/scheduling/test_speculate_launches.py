@@ -16,7 +16,7 @@ class Eager(RandomSpeculation):
 
     def plan(self, decoding: list[Request], *rest: object) -> Drafting | None:
         length = self._config.tokens
-        return Drafting(length, [0 if r.stepwise else length for r in decoding])
+        return Drafting(length, [length] * len(decoding))
 
 
 def simulate(*, tokens: int = 3, eager: bool = True, method: str = "draft", **options: object) -> Simulation:
@@ -125,16 +125,20 @@ def test_a_round_is_not_taken_for_a_step() -> None:
     assert sim.scheduler._pace.step_seconds is None
 
 
-def test_rows_with_a_form_take_one_token_beside_rows_that_draft() -> None:
-    sim = simulate()
-    sim.add(make_request("a", 5, 30))
-    form = make_request("b", 5, 10)
+def test_rows_with_a_form_draft_beside_others_once_their_tokens_are_read() -> None:
+    """The draft model is not asked for them, and computes nothing that it has not seen of them."""
+    sim = simulate(ahead=2)
+    sim.add(make_request("a", 5, 60))
+    form = make_request("b", 5, 40)
     form.stepwise = True
     sim.add(form)
     sim.drain()
     rows = [row for batch in sim.batches if batch.kind == "speculate" for row in batch.rows]
-    assert {row.drafts for row in rows if row.request is form} == {0}
-    assert max(row.drafts for row in rows) == 3
+    of_form = [row for row in rows if row.request is form]
+    assert max(row.drafts for row in of_form) == 3
+    assert all(row.catch_up == (0, 0) for row in of_form)
+    assert len(form.output_ids) > len(of_form)
+    assert len(of_form) < len(rows) / 2  # it waits for its tokens, and the other goes on
 
 
 def test_deterministic_launches_of_a_request_depend_on_it_alone() -> None:

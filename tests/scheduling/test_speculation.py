@@ -181,15 +181,16 @@ def test_a_large_batch_does_not_draft_and_one_row_more_or_less_does_not_switch()
     assert switches(speculation)["off", "batch"] == 1
 
 
-def test_outputs_with_a_form_do_not_draft() -> None:
+def test_outputs_with_a_form_draft_as_others_do() -> None:
     speculation = control()
-    result = run(speculation, [Text(0.9, 60, structured=True), Text(0.9, 60)])
-    with_form, free = (request.speculation for request in result.requests)
-    assert with_form is not None
-    assert free is not None
-    assert (with_form.off, with_form.rounds) == ("structured", 0)
-    assert free.rounds > 10
-    assert switches(speculation) == {("off", "structured"): 1}
+    result = run(speculation, [Text(0.9, 200, structured=True), Text(0.9, 200), Text(0.05, 200, structured=True)])
+    with_form, free, hard = (request.speculation for request in result.requests)
+    for one in (with_form, free):
+        assert one is not None
+        assert one.off is None
+        assert one.rounds > 10
+    assert hard is not None
+    assert hard.off == "acceptance"
 
 
 def test_one_that_is_off_makes_no_launch_speculate_but_drafts_along() -> None:
