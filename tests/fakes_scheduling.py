@@ -371,6 +371,7 @@ class Simulation:
         max_wait: float = 10.0,
         prefix_cache: bool = False,
         speculative: SpeculationConfig | None = None,
+        speculation: Speculation | None = None,
         seed: int = 0,
     ) -> None:
         self.config = EngineConfig(
@@ -387,7 +388,9 @@ class Simulation:
         )
         self.now = 0.0  # moved by the test
         self.pool = PagePool(num_pages, page_size)
-        self.speculation = None if speculative is None else RandomSpeculation(speculative, seed)
+        if speculation is None and speculative is not None:
+            speculation = RandomSpeculation(speculative, seed)
+        self.speculation = speculation
         self.scheduler = Scheduler(self.config, self.pool, self.speculation)
         self.device = FakeDevice(self.config, num_pages, page_size)
         self.ahead = ahead  # launches in flight beyond the one read next

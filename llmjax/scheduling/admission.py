@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from llmjax.errors import ContextLengthError
 from llmjax.scheduling.lanes import Lanes
 from llmjax.scheduling.page_pool import PagePool
-from llmjax.scheduling.policy import SchedulerConfig, full_launch, reserves_full_length
+from llmjax.scheduling.policy import SchedulerConfig, full_launch, may_be_cut, reserves_full_length
 from llmjax.scheduling.prefix_cache import PrefixCache
 from llmjax.scheduling.request import Request
 
@@ -64,11 +64,17 @@ class Admission:
         wanted = [0] * len(self._lanes.configs)
         for request in prefilling:
             wanted[request.lane] += min(self._config.prefill_chunk, request.num_prefill_tokens - request.num_computed_tokens)
-        for request, overdue in self._lanes.candidates(now) if free_rows else ():
-            if self._fits(request, running, free_rows, overdue, promised=0):
-                wanted[request.lane] += self._lanes.wanted(request.lane, free_rows, budget, self._to_compute)
         decoding = self._config.max_tokens_per_step - budget
-        budget = min(budget, full_launch(decoding, sum(wanted), self._config.token_buckets) - decoding)
+        buckets = self._config.token_buckets
+        if len(wanted) == 1 and not may_be_cut(decoding, buckets):
+            return [budget]  # whatever is wanted: nobody else could have it
+        for request, overdue in self._lanes.candidates(now) if free_rows else ():
+            more = budget - wanted[request.lane]
+            if more > 0 and self._fits(request, running, free_rows, overdue, promised=0):
+                wanted[request.lane] += self._lanes.wanted(request.lane, free_rows, more, self._to_compute)
+        if not any(wanted):
+            return wanted
+        budget = min(budget, full_launch(decoding, sum(wanted), buckets) - decoding)
         return self._lanes.share_out(wanted, budget) if len(wanted) > 1 else [budget]
 
     def _to_compute(self, request: Request) -> int:
@@ -86,9 +92,11 @@ class Admission:
         taken = known if self._prefixes is None else known - self._prefixes.num_held(request)
         if taken > free:
             return False
+        whole, per_row = reserves_full_length(self._config), 1 + request.num_preemptions
+        if not whole and taken + per_row * (len(running) + 1) <= free:
+            return True  # every row can grow by as much, whether it needs to or not
         growth = [r.full_pages - len(r.pages) for r in running]
         growth.append(request.full_pages - known)
-        if not reserves_full_length(self._config):
-            per_row = 1 + request.num_preemptions
+        if not whole:
             growth = [pages if pages < per_row else per_row for pages in growth]
         return taken + sum(growth) <= free

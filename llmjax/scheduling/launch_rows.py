@@ -24,7 +24,7 @@ class LaunchRows:
         """One launch of `num_steps` steps for rows that decode: takes the pages, and counts their tokens as promised."""
         rows = []
         for request in decoding:
-            samples = 1 if request.stepwise else min(num_steps, request.num_left)
+            samples = 1 if num_steps == 1 or request.stepwise else min(num_steps, request.num_left)
             rows.append(self._promise(request, samples, step_id))
             request.num_steps += samples
         return rows

@@ -100,7 +100,17 @@ def full_launch(decoding: int, prompts: int, buckets: Sequence[int]) -> int:
     if place in (0, len(buckets)) or wanted >= FILLED * buckets[place]:
         return wanted
     smaller = buckets[place - 1]
-    return smaller if smaller >= max(FEW_TOKENS, 2 * decoding) else wanted
+    return smaller if smaller >= _least(decoding) else wanted
+
+
+def may_be_cut(decoding: int, buckets: Sequence[int]) -> bool:
+    """Whether there are prompts for which `full_launch` takes less than all of them."""
+    return len(buckets) > 1 and buckets[-2] >= _least(decoding)
+
+
+def _least(decoding: int) -> int:
+    """Tokens of the smallest bucket that a launch is cut to."""
+    return max(FEW_TOKENS, 2 * decoding)
 
 
 def can_idle(running: Sequence[Request], steps: int) -> bool:

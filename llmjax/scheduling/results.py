@@ -1,4 +1,4 @@
-"""What a launch's result means for one request: which tokens are its own, and what ended it. Knows no launches and no pages."""
+"""What a launch's result means for one request: which tokens are its own, and what ended it. Knows no pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from llmjax.scheduling.finish_reason import FinishReason
-from llmjax.scheduling.request import Request
+from llmjax.scheduling.request import Request, StepOutput
 
 
 @dataclasses.dataclass(slots=True)
@@ -25,6 +25,27 @@ class RequestUpdate:
     column: int
     tokens: list[int]
     finished: bool
+
+
+def read_row(output: StepOutput, column: int) -> tuple[list[int], FinishReason | None]:
+    """Append what row `column` of a launch has given to its request; return it, and what ended the request, if something but its
+    limit did."""
+    row = output.batch.rows[column]
+    tokens = output.token_lists[column][: row.samples]
+    if output.batch.kind == "speculate":
+        tokens = _reached(tokens, whole=bool(output.finite[:, column].all()))
+    tokens, reason = read_tokens(row.request, tokens, output.finite[:, column])
+    if not output.is_finite(column):
+        reason = "error"  # the prompt's scores may be NaN where the logits are not
+    return tokens, reason
+
+
+def _reached(tokens: list[int], *, whole: bool) -> list[int]:
+    """Of a row with drafts: its tokens in front of the places that it did not reach, and one such place where its logits were not
+    finite."""
+    given = tokens.index(-1) if -1 in tokens else len(tokens)
+    assert given or not whole, "the device ended a row that the host's rules let go on"
+    return tokens[:given] if whole else tokens[: given + 1]
 
 
 def read_tokens(request: Request, sampled: list[int], finite: np.ndarray) -> tuple[list[int], FinishReason | None]:

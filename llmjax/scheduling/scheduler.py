@@ -36,7 +36,6 @@ most the launches in flight and not for a long one before it. Rows that decode a
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Sequence
 
@@ -45,7 +44,8 @@ from llmjax.scheduling.admission import Admission
 from llmjax.scheduling.finish_reason import FinishReason
 from llmjax.scheduling.held_pages import HeldPages
 from llmjax.scheduling.lanes import Lanes
-from llmjax.scheduling.launch_rows import LaunchRows, note_ended, note_joined, take_back
+from llmjax.scheduling.launch_reader import LaunchReader
+from llmjax.scheduling.launch_rows import LaunchRows, note_joined
 from llmjax.scheduling.pace import Pace
 from llmjax.scheduling.page_map import PageUse
 from llmjax.scheduling.page_pool import PagePool
@@ -60,7 +60,8 @@ from llmjax.scheduling.policy import (
 )
 from llmjax.scheduling.prefix_cache import PrefixCache
 from llmjax.scheduling.request import LaunchKind, Request, RequestState, ScheduledBatch, ScheduledRow, StepOutput
-from llmjax.scheduling.results import RequestUpdate, read_tokens
+from llmjax.scheduling.results import RequestUpdate
+from llmjax.scheduling.seats import Seats
 from llmjax.scheduling.speculation import Drafting, Speculation
 
 
@@ -74,8 +75,8 @@ class Scheduler:
         self._pool = pool
         self._requests: dict[str, Request] = {}  # every unfinished request
         self._lanes = Lanes(config.lanes, config.max_wait)  # who waits, preempted ones included
-        self._running: list[Request] = []  # as they were let in; each has a row and pages
-        self._free_rows = list(range(config.max_sequences))  # a heap: the lowest row first, so that few rows mean a small bucket
+        self._seats = Seats(config.max_sequences, pool.page_size)
+        self._running = self._seats.taken  # as they were let in; each has a row and pages
         self._in_flight: deque[ScheduledBatch] = deque()  # dispatched, result not read; oldest first
         self._next_step_id = 0
         self._last_kind: LaunchKind = "decode"
@@ -87,6 +88,7 @@ class Scheduler:
         if config.prefix_cache:
             chunk = min(config.prefill_chunk, config.max_tokens_per_step) if config.deterministic else None
             self._prefixes = PrefixCache(pool, chunk=chunk)
+        self._reader = LaunchReader(self._pages, self._prefixes, speculation, self._end)
         self._admission = Admission(config, pool, self._lanes, self._prefixes)
         self._pace = Pace()
 
@@ -188,14 +190,14 @@ class Scheduler:
             the launch, or None when there is nothing to do before the result of an older launch has been read. With none in
             flight None means that no request is left.
         """
-        decoding, prefilling, missing = self._survey()
+        decoding, prefilling, missing = self._seats.survey()
         preempted: list[Request] = []
         while missing > self._pool.num_free:
             if self._in_flight:
                 return None  # read first: see "Preemption" above
             preempted.append(choose_victim(self._running, self._config.lanes))
             self._preempt(preempted[-1], now)
-            decoding, prefilling, missing = self._survey()
+            decoding, prefilling, missing = self._seats.survey()
         if self._config.deterministic:
             return self._schedule_apart(decoding, prefilling, now)
 
@@ -219,7 +221,7 @@ class Scheduler:
     def _dispatch_prompts(self, prefilling: list[Request], budget: int, now: float, *, admit: bool) -> list[ScheduledRow]:
         """What decoding leaves goes to prompts: to lanes by weight, in a lane first to those begun, then to new ones."""
         rows = []
-        left = self._admission.shares(prefilling, self._running, len(self._free_rows) if admit else 0, budget, now)
+        left = self._admission.shares(prefilling, self._running, self._seats.num_free if admit else 0, budget, now)
         for request in prefilling:
             if left[request.lane] > 0:
                 rows.append(self._rows.chunk(request, left[request.lane], self._next_step_id))
@@ -292,21 +294,6 @@ class Scheduler:
         self._in_flight.append(batch)
         return batch
 
-    def _survey(self) -> tuple[list[Request], list[Request], int]:
-        """Running requests that decode (the device samples their next token from its own last one, and not all are promised
-        yet), those with known tokens still to compute, and how many pages one step of the former takes. Stepwise ones whose last
-        token has not been read are neither."""
-        page_size = self._pool.page_size
-        decoding, prefilling, missing = [], [], 0
-        for request in self._running:
-            computed = request.num_computed_tokens
-            if computed < request.num_prefill_tokens:
-                prefilling.append(request)
-            elif request.num_left > 0 and not (request.stepwise and request.num_in_flight):
-                decoding.append(request)
-                missing += computed >= page_size * len(request.pages)
-        return decoding, prefilling, missing
-
     def _choose_num_steps(self, decoding: Sequence[Request], missing: int, now: float, closed: bool) -> int:
         """K steps when nothing but decoding is to be done, most of the steps have work, and the pages suffice; else one.
 
@@ -319,26 +306,24 @@ class Scheduler:
             return 1
         if any(batch.kind == "speculate" for batch in self._in_flight) and any(r.num_left < steps for r in decoding):
             return 1  # a row may have more tokens left than the host knows of, and would take them
-        if not closed and self._free_rows and self._pace.hurries(steps, now):
+        if not closed and self._seats.num_free and self._pace.hurries(steps, now):
             return 1
         if len(self._lanes):
-            coming = self._admission.next(self._running, len(self._free_rows), now, promised=missing)
+            coming = self._admission.next(self._running, self._seats.num_free, now, promised=missing)
             if coming is not None or not can_idle(self._running, steps):
                 return 1
         return steps if has_work_and_pages(decoding, steps, self._pool) else 1
 
     def _next(self, now: float, left: Sequence[int] | None = None) -> Request | None:
-        return self._admission.next(self._running, len(self._free_rows), now, left=left)
+        return self._admission.next(self._running, self._seats.num_free, now, left=left)
 
     def _admit(self, request: Request, now: float) -> None:
         """Give a waiting request a row."""
         self._lanes.take(request, now)
-        request.state = RequestState.RUNNING
-        request.row = heapq.heappop(self._free_rows)
         request.num_prefill_tokens = request.num_tokens
         if self._prefixes is not None:
             self._prefixes.begin(request)
-        self._running.append(request)
+        self._seats.enter(request)
 
     def _preempt(self, request: Request, now: float) -> None:
         """Send a running request back to its place in its lane; its known tokens will be computed again."""
@@ -362,61 +347,9 @@ class Scheduler:
         """
         batch = self._in_flight.popleft()
         assert output.batch is batch, "results must be read in the order of the launches"
-        updates = []
-        every_finite = output.every_finite
-        prefixes, decoded = self._prefixes, batch.kind != "extend"
-        for column, (row, sampled) in enumerate(zip(batch.rows, output.token_lists, strict=True)):
-            request = row.request
-            if request.state is RequestState.FINISHED:
-                if not every_finite and not output.is_finite(column):
-                    self._pages.condemn(request)
-                continue  # ended by an earlier launch, by `finish` or by `abort`
-            assert row.epoch == request.epoch
-            samples = row.samples
-            request.num_in_flight -= samples  # what was promised: a row that ended on the device gave less
-            tokens = sampled[:samples]
-            if batch.kind == "speculate":
-                tokens = self._read_drafts(output, column, tokens)
-            reason: FinishReason | None = None
-            if every_finite and request.ending_ids.isdisjoint(tokens):
-                assert not tokens or tokens[-1] >= 0, "the device ended a row that the host's rules let go on"
-                request.output_ids += tokens
-            else:
-                tokens, reason = read_tokens(request, tokens, output.finite[:, column])
-                if not every_finite and not output.is_finite(column):
-                    reason = "error"  # the prompt's scores may be NaN where the logits are not
-            if reason is None and len(request.output_ids) == request.limit:
-                # With limit 0 only the prompt's logprobs were asked for: done when the prompt is.
-                done = samples > 0 or row.start + row.num_tokens == request.num_prompt_tokens
-                reason = "length" if done else None
-            if reason is None and len(tokens) < samples:
-                take_back(request, samples - len(tokens))
-            if reason is not None:
-                note_ended(request)
-            if prefixes is not None and reason != "error":
-                # Of a row that decodes the last token is known but not computed; where it began may not have been known.
-                end = row.start + row.num_tokens if row.token_ids else request.num_tokens - 1
-                if end >= request.commit_at:
-                    prefixes.commit(request, row.start, end, decoded=decoded)
-            if reason is not None:
-                self._end(request, reason)
-            updates.append(RequestUpdate(request, column, tokens, reason is not None))
+        updates = self._reader.read(output)
         self._pages.release_until(batch.step_id)
         return updates
-
-    def _read_drafts(self, output: StepOutput, column: int, tokens: list[int]) -> list[int]:
-        """What a row of a speculate launch has given: its tokens in front of the places that it did not reach, and one such place
-        where its logits were not finite."""
-        assert self._speculation is not None
-        assert output.proposed is not None
-        assert output.accepted is not None
-        row = output.batch.rows[column]
-        if row.drafts:
-            self._speculation.observe(row.request, int(output.proposed[column]), int(output.accepted[column]))
-        given = tokens.index(-1) if -1 in tokens else len(tokens)
-        ends = not output.finite[:, column].all()
-        assert given or ends, "the device ended a row that the host's rules let go on"
-        return tokens[: given + ends]
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """Finish a waiting or running request; what is in flight for it no longer counts."""
@@ -441,10 +374,8 @@ class Scheduler:
         The row can be given out at once: the device runs launches in order, and resets a row for its new request. The pages
         wait for the last launch that may touch them.
         """
-        self._running.remove(request)
-        heapq.heappush(self._free_rows, request.row)
+        self._seats.leave(request)
         self._pages.give_back(request, self._in_flight[0].step_id if self._in_flight else None)
-        request.row = -1
 
     def forget_prefixes(self) -> None:
         """No page is found any more, nor given a key by a request that runs now: the weights have changed."""
@@ -463,26 +394,19 @@ class Scheduler:
         assert not self._requests
         assert not self._in_flight
         found = []
-        taken_rows = self._config.max_sequences - len(self._free_rows)
+        taken_rows = self._seats.num_rows - self._seats.num_free
         if self._pool.num_used:
             found.append(f"{self._pool.num_used} of {self._pool.capacity} pages are held by no request")
         if taken_rows:
-            found.append(f"{taken_rows} of {self._config.max_sequences} rows are taken by no request")
+            found.append(f"{taken_rows} of {self._seats.num_rows} rows are taken by no request")
         return found
 
     def check_integrity(self) -> None:
         """Assert the invariants between calls. Costs O(pages): for tests and debugging."""
         self._lanes.check_integrity()
         self._pages.check_integrity(self._running, {batch.step_id for batch in self._in_flight})
-        assert sorted([r.row for r in self._running] + self._free_rows) == list(range(self._config.max_sequences))
+        self._seats.check_integrity(self._in_flight)
         assert sorted(r.request_id for r in (*self._running, *self._lanes)) == sorted(self._requests)
-        for request in self._running:
-            assert request.state is RequestState.RUNNING
-            assert len(request.output_ids) + request.num_in_flight + request.num_left == request.limit
-            assert request.num_computed_tokens <= request.num_tokens + request.num_in_flight
-            assert len(request.pages) >= self._pool.pages_for(max(request.num_computed_tokens, request.num_prefill_tokens))
-            launched = sum(row.samples for batch in self._in_flight for row in batch.rows if row.request is request)
-            assert request.num_in_flight == launched
         for request in self._lanes:
             assert request.state in (RequestState.WAITING, RequestState.PREEMPTED)
             assert not request.pages

@@ -21,10 +21,8 @@ class Eager(RandomSpeculation):
 
 def simulate(*, tokens: int = 3, eager: bool = True, method: str = "draft", **options: object) -> Simulation:
     config = SpeculationConfig(method=method, tokens=tokens)  # type: ignore[arg-type]
-    sim = Simulation(speculative=config, seed=random.randrange(2**30), **options)  # type: ignore[arg-type]
-    if eager:
-        sim.speculation = sim.scheduler._speculation = Eager(config, 0)
-    return sim
+    speculation = Eager(config, 0) if eager else None
+    return Simulation(speculative=config, speculation=speculation, seed=random.randrange(2**30), **options)  # type: ignore[arg-type]
 
 
 def test_what_was_promised_and_not_given_comes_back() -> None:
