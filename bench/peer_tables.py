@@ -2,6 +2,7 @@
 
     python -m bench.peer_tables --preset llama-8b --rows 256 --tables prefill,mixed --tokens-per-step 8192 --json out.json
     python -m bench.peer_tables --preset llama-8b --rows 256 --tables open --json out.json
+    python -m bench.peer_tables --preset llama-8b --rows 256 --tables mixed,open --lanes short:640:3,long --prefix-cache
     python -m bench.peer_tables --preset tiny --rows 8 --scale 32 --requests 24    # a CPU
 
 - prefill: prompt tokens a second until all first tokens are out, `requests` prompts of `prompt` tokens at once;
@@ -9,7 +10,8 @@
 - open: Poisson arrivals of 160 of them at 8, 16 and 32 a second; milliseconds, P50, P90 and P99. `itl` is the gap between two
   events, `itl_token` that gap divided by the event's tokens: vLLM's events hold one token each, and its column is beside both.
 
-Token ids as prompts, greedy, end of sequence ignored, no prefix cache. vLLM: one H200 (bench/results/README.md), through
+Token ids as prompts, greedy, end of sequence ignored, one queue without a prefix cache; `--lanes short:640:3,long --prefix-cache` has
+both, which must be no worse although no prompt begins like another. vLLM: one H200 (bench/results/README.md), through
 its engine without HTTP, of these very requests. `--scale` divides all lengths, for a CPU; then no vLLM stands beside.
 """
 
@@ -24,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from bench.rows import Rows
-from bench.traffic import TINY
+from bench.traffic import TINY, read_lanes
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.llm import LLM
 from llmjax.loadtest import arrivals
@@ -71,7 +73,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         requests = trace.requests(args.requests, llm.engine.model_config.num_tokens, variant=number)[:count]
         figures = measure(drive(EngineTarget(llm.engine), requests, load), ServiceLevels())
         rows.add(
-            load=load.name, rows=args.rows, completed=figures.completed, failed=figures.failed, **_rates(figures, args, load)
+            load=load.name,
+            rows=args.rows,
+            lanes=args.lanes,
+            prefix_cache=args.prefix_cache,
+            completed=figures.completed,
+            failed=figures.failed,
+            **_rates(figures, args, load),
         )
         for row in _latencies(figures, args, load):
             rows.add(**row)
@@ -94,6 +102,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens-per-step", type=int)
     parser.add_argument("--prefill-chunk", type=int)
     parser.add_argument("--decode-steps", type=int)
+    parser.add_argument("--lanes", default="all", help="name:max_tokens:weight, the last takes the rest")
+    parser.add_argument("--prefix-cache", action="store_true")
     parser.add_argument("--kv-gib", type=float)
     parser.add_argument("--dtype")
     parser.add_argument("--compile-cache")
@@ -112,7 +122,8 @@ def _llm(args: argparse.Namespace) -> LLM:
         prefill_chunk=chunk,
         decode_steps=args.decode_steps,
         compile_cache=args.compile_cache,
-        prefix_cache=False,  # the same prompts again must cost what they did
+        lanes=read_lanes(args.lanes, args.scale),
+        prefix_cache=args.prefix_cache,
     )
     return LLM(loaded, engine_config=config)
 

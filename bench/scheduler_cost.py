@@ -43,6 +43,7 @@ class Loop:
         self.scheduler = Scheduler(config, self.pool)
         self.seconds: list[float] = []  # of `schedule` and `update` together, a launch
         self.now = 0.0  # moved by the caller
+        self.launches = 0
         self._pending: deque[ScheduledBatch] = deque()
         self._stop_share = stop_share
         self._random = np.random.default_rng(seed)
@@ -64,6 +65,7 @@ class Loop:
         updates: list[RequestUpdate] = []
         if batch is not None:
             self._pending.append(batch)
+            self.launches += 1
         if self._pending and (batch is None or len(self._pending) > 1):
             output = self._result(self._pending.popleft())
             started = time.thread_time()

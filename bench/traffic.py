@@ -1,13 +1,13 @@
 """What each way of serving traffic is worth: the same requests, programs and pages, one technique taken away at a time.
 
     python -m bench.traffic --preset llama-8b --json out.json --html out.html
-    python -m bench.traffic --preset tiny --clients 12,36 --requests 80 --rows 16 --lanes short:48:3,long    # a CPU
+    python -m bench.traffic --preset tiny --clients 12,36 --requests 80 --rows 16    # a CPU; all lengths an eighth
 
 - continuous batching: instead, static batches of 8 that are waited for (`static`);
 - pages on demand: instead, the pages of a request's full length are reserved when it starts (`whole_length`);
-- lanes: instead, first come, first served (`fifo`); not run while the engine has one lane, for it would be the same.
+- lanes: instead, first come, first served (`fifo`); not run with one lane (`--lanes all`), for it would be the same.
 
-Clients in a closed loop (30, and three times as many), lengths of the documented mixed trace (a tiny model: an eighth of them).
+Clients in a closed loop (30, and three times as many), lengths of the documented mixed trace.
 Requests ask for the trace's largest output and are stopped when they have their own, so that lengths cannot be foreseen. The pool
 is limited to 1.2 times the mean demand (the pages of as many requests as there are clients, on average), or nothing would show.
 
@@ -36,7 +36,7 @@ from llmjax.loadtest.workload import Lengths, Synthetic
 from llmjax.model.checkpoint.load import load_model
 from llmjax.model.config import ModelConfig
 from llmjax.model.kv_cache import cache_bytes_per_page
-from llmjax.scheduling.lane_config import FIFO, LaneConfig
+from llmjax.scheduling.lane_config import LaneConfig
 
 TINY = ModelConfig(
     family="llama", vocab_size=256, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_size=128,
@@ -60,12 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     clients = [int(part) for part in args.clients.split(",")]
     # A smaller model gets a shorter trace, so that a CPU is done in minutes.
     scale = 1 if args.preset != "tiny" else 8
-    trace = Synthetic(
-        Lengths(256 / scale, 1.0, 16 // scale, 3072 // scale),
-        Lengths(128 / scale, 0.8, 8 // scale, 1024 // scale),
-        max_tokens=1024 // scale,
-    )
-    llm = _llm(args, trace.requests(args.requests, 2), clients[0], context=4096 // scale)
+    trace = mixed_trace(scale)
+    llm = _llm(args, trace.requests(args.requests, 2), clients[0], scale)
     engine = llm.engine
     rows.add(pages=engine.stats.num_pages, mean_demand=_demand(trace.requests(args.requests, 2), clients[0], args.page_size))
     subject = EngineSubject(engine, ["static", "whole_length", "fifo"], static_batch=args.static_batch)
@@ -99,9 +95,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--static-batch", type=int, default=8)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--pool", type=float, default=1.2, help="pages, as a multiple of the mean demand")
-    parser.add_argument(
-        "--lanes", type=_lanes, default=FIFO, metavar="short:640:3,long", help="name:max_tokens:weight, the last takes the rest"
-    )
+    parser.add_argument("--lanes", default="short:640:3,long", help="name:max_tokens:weight, the last takes the rest")
     parser.add_argument("--dtype")
     parser.add_argument("--compile-cache")
     parser.add_argument("--json")
@@ -109,24 +103,34 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _lanes(text: str) -> tuple[LaneConfig, ...]:
+def mixed_trace(scale: int) -> Synthetic:
+    """The documented mixed trace, all lengths divided by `scale`; requests ask for its largest output."""
+    return Synthetic(
+        Lengths(256 / scale, 1.0, 16 // scale, 3072 // scale),
+        Lengths(128 / scale, 0.8, 8 // scale, 1024 // scale),
+        max_tokens=1024 // scale,
+    )
+
+
+def read_lanes(text: str, scale: int) -> tuple[LaneConfig, ...]:
+    """Lanes as the command line names them, sizes divided by `scale`."""
     lanes = []
     for part in text.split(","):
         name, most, weight = [*part.split(":"), "", ""][:3]
-        lanes.append(LaneConfig(name=name, max_tokens=int(most) if most else None, weight=int(weight or 1)))
+        lanes.append(LaneConfig(name=name, max_tokens=int(most) // scale if most else None, weight=int(weight or 1)))
     return tuple(lanes)
 
 
-def _llm(args: argparse.Namespace, requests: Sequence[TrafficRequest], clients: int, *, context: int) -> LLM:
+def _llm(args: argparse.Namespace, requests: Sequence[TrafficRequest], clients: int, scale: int) -> LLM:
     loaded = load_model(random=TINY if args.preset == "tiny" else args.preset, dtype=args.dtype, scale=0.001)
     pages = 1 + math.ceil(args.pool * _demand(requests, clients, args.page_size))
     config = EngineConfig(
-        max_context=context,
+        max_context=4096 // scale,
         page_size=args.page_size,
         kv_cache_bytes=pages * cache_bytes_per_page(loaded.config, args.page_size),
         max_sequences=args.rows,
         compile_cache=args.compile_cache,
-        lanes=args.lanes,
+        lanes=read_lanes(args.lanes, scale),
     )
     return LLM(loaded, engine_config=config)
 

@@ -52,14 +52,14 @@ def test_a_run_has_a_row_for_each_system_and_load(monkeypatch: pytest.MonkeyPatc
 
 
 def test_lanes_are_read_and_then_first_come_is_a_system_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    lanes = traffic._lanes("short:48:3,long")
+    lanes = traffic.read_lanes("short:384:3,long", 8)
     assert lanes == (LaneConfig(name="short", max_tokens=48, weight=3), LaneConfig(name="long"))
     llm = SimulatedLLM(num_pages=60, max_sequences=8, lanes=lanes)
     real = subjects.EngineTarget
     monkeypatch.setattr(traffic, "_llm", lambda *args, **options: llm)
     monkeypatch.setattr(subjects, "EngineTarget", lambda engine: real(engine, clock=engine.clock, sleep=engine.sleep))
     out = tmp_path / "out.json"
-    traffic.main(["--preset=tiny", "--clients=18", "--requests=40", "--lanes=short:48:3,long", "--json", str(out)])
+    traffic.main(["--preset=tiny", "--clients=18", "--requests=40", "--json", str(out)])
     rows = {row["system"]: row for row in json.loads(out.read_text())["rows"] if "clients" in row}
     assert set(rows) == {"engine", "static", "whole_length", "fifo"}
     assert rows["engine"] != rows["fifo"] | {"system": "engine"}
