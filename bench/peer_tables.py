@@ -10,8 +10,8 @@
 - open: Poisson arrivals of 160 of them at 8, 16 and 32 a second; milliseconds, P50, P90 and P99. `itl` is the gap between two
   events, `itl_token` that gap divided by the event's tokens: vLLM's events hold one token each, and its column is beside both.
 
-Token ids as prompts, greedy, end of sequence ignored, one queue without a prefix cache; `--lanes short:640:3,long --prefix-cache` has
-both, which must be no worse although no prompt begins like another. vLLM: one H200 (bench/results/README.md), through
+Token ids as prompts, greedy, end of sequence ignored, one queue without a prefix cache. With `--lanes short:640:3,long` and
+`--prefix-cache` it must be no worse, although no prompt begins like another. vLLM: one H200 (bench/results/README.md), through
 its engine without HTTP, of these very requests. `--scale` divides all lengths, for a CPU; then no vLLM stands beside.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -33,6 +34,7 @@ class PacedEngine(FakeEngine):
 
     def step(self, *, closed: bool = False) -> list[RequestOutput]:
         time.sleep(0.002)
+        assert gc.get_freeze_count(), "garbage would be looked for in all that was made before the service was ready"
         if self._fail and os.path.exists(self._fail):
             raise ValueError("the device is lost")
         return super().step()
