@@ -1,6 +1,7 @@
 """Time to the first token of requests that share a system prompt: computed for each, and found in the prefix cache.
 
     python -m bench.prefix --preset llama-8b --requests 64 --shared 2000 --json out.json
+    python -m bench.prefix --preset tiny --tokens-per-step 512 --prefill-chunk 256    # a CPU
 
 Two engines over the same weights, one after the other, with the cache off and on. All requests come in the same moment: `shared`
 equal tokens, then `own` tokens of each. With the cache on, another request has computed the shared tokens before (`warm`), or
@@ -21,6 +22,7 @@ import time
 import numpy as np
 
 from bench.rows import Rows
+from bench.traffic import TINY
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.llm import LLM
 from llmjax.model.checkpoint.load import LoadedModel, load_model
@@ -32,7 +34,8 @@ Run = tuple[list[float], list[list[int]], int]  # TTFT in ms and tokens of each 
 def main(argv: list[str] | None = None) -> None:
     args = _arguments(argv)
     rows = Rows(args.json)
-    loaded = load_model(path=args.model, random=None if args.model else args.preset, dtype=args.dtype)
+    random_weights = TINY if args.preset == "tiny" else args.preset
+    loaded = load_model(path=args.model, random=None if args.model else random_weights, dtype=args.dtype)
     random = np.random.default_rng(args.seed)
     size = loaded.config.num_tokens
     shared = random.integers(0, size, args.shared).tolist()
@@ -61,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--preset", default="llama-8b")
+    parser.add_argument("--preset", default="llama-8b", help="or tiny")
     parser.add_argument("--model", help="a path; else random weights of the preset")
     parser.add_argument("--dtype")
     parser.add_argument("--requests", type=int, default=64)

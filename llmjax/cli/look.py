@@ -1,4 +1,4 @@
-"""Commands that look at things and change nothing: inspect (a model) and doctor (this machine)."""
+"""Commands that look at things and change nothing: inspect (a model, or a server's memory) and doctor (this machine)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,30 @@ from typing import Annotated, Any
 
 import typer
 
+from llmjax.cli.live import show_memory
 from llmjax.cli.options import AsJson, Package, Random, Sets, check_one_model
 from llmjax.cli.terminal import table
-from llmjax.errors import LlmjaxError
+from llmjax.errors import ConfigError, LlmjaxError
 
 
 def inspect(
     model: Annotated[Path | None, typer.Argument(help="A model folder or a .gguf file.")] = None,
     package: Package = None,
     random: Random = None,
+    live: Annotated[str | None, typer.Option(metavar="URL", help="Instead: where the memory of this llmjax server is.")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="With --live: a file whose first line is a key of the server.")
+    ] = None,
     to_json: AsJson = False,
 ) -> None:
-    """Tell what a model is, without loading it."""
+    """Tell what a model is, without loading it, or where a running server's memory is."""
+    if live is not None:
+        if (model, package, random) != (None, None, None):
+            raise ConfigError("--live asks a server: name no model beside it")
+        show_memory(live, api_key_file, to_json=to_json)
+        return
+    if api_key_file is not None:
+        raise ConfigError("--api-key-file is for --live")
     check_one_model(model, package, random)
     from llmjax.model.checkpoint.describe import describe
 

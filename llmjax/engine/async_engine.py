@@ -239,6 +239,13 @@ class AsyncEngine(EngineClient):
         picture = await self._call(lambda: take_picture(engine))
         return await asyncio.to_thread(lambda: picture_json(picture, read_engine(engine)))
 
+    async def memory_map(self) -> dict[str, Any]:
+        """See `EngineClient`."""
+        if self._ended.is_set():
+            raise EngineError(self._death or "the engine was stopped")
+        found = await self._call(self._engine.memory_map)
+        return await asyncio.to_thread(found.to_json)
+
     def retry_after(self) -> int:
         """Whole seconds in which a place is likely to become free, from the pace at which requests ended of late."""
         times = list(self._finish_times)

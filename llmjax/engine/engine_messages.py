@@ -5,8 +5,8 @@ nobody else can reach, so that pickle is safe here; and it is the quickest there
 apart into tuples first: as they are they would cost ten times as much. Owns no sockets and knows no streams.
 
 Client to engine: ``("submit", number, request_id, group, ids, params, arrival_ns)``, ``("close", number)``,
-``("metrics", question, series)``, ``("snapshot", question, None)``, ``("abort", question, group)``, ``("series", series)`` and
-``("ready",)``.
+``("metrics", question, series)``, ``("snapshot", question, None)``, ``("memory", question, None)``,
+``("abort", question, group)``, ``("series", series)`` and ``("ready",)``.
 
 Engine to client: first a `Hello`, then `News`.
 """

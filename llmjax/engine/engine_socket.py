@@ -201,7 +201,7 @@ class _Client:
                     self.series = rest[0]
                 case "ready":
                     self.ready = True
-                case "metrics" | "abort" | "snapshot":
+                case "metrics" | "abort" | "snapshot" | "memory":
                     task = asyncio.create_task(self._answer(what, *rest))
                     self._asking.add(task)
                     task.add_done_callback(self._asking.discard)
@@ -237,6 +237,8 @@ class _Client:
                 answer = await self._owner.metrics()
             elif what == "snapshot":
                 answer = await self._engine.snapshot()
+            elif what == "memory":
+                answer = await self._engine.memory_map()
             else:
                 answer = await self._engine.abort_group(argument)
             self._answers.append((question, answer))  # only now is it known which list goes out next

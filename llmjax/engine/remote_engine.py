@@ -219,6 +219,10 @@ class RemoteEngine(EngineClient):
         """See `EngineClient`."""
         return dict(await self._question("snapshot", None))
 
+    async def memory_map(self) -> dict[str, Any]:
+        """See `EngineClient`."""
+        return dict(await self._question("memory", None))
+
     async def _question(self, what: str, argument: Any) -> Any:
         if self._writer is None:
             raise UnavailableError(f"{self.health.reason}: try again later, or elsewhere")

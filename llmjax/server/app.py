@@ -107,6 +107,7 @@ class _Routes:
             "/readyz": self._readyz,
             "/health": self._readyz,
             "/metrics": self._metrics,
+            "/memory": self._memory,
             "/version": self._version,
             "/openapi.json": self._openapi,
         }
@@ -155,6 +156,9 @@ class _Routes:
     async def _metrics(self, request: Request) -> Response:
         text = await self._service.engine.metrics(self._registries)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _memory(self, request: Request) -> Response:
+        return JSONResponse(await self._service.engine.memory_map())
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": importlib.metadata.version("llmjax")})

@@ -84,6 +84,10 @@ def openapi_document(config: ServerConfig) -> dict[str, Any]:
         "/readyz": _get("Whether requests are taken.", health, probe=True),
         "/health": _get("The same as `/readyz`.", health, probe=True),
         "/metrics": _get("Prometheus metrics.", {"200": ("The answer.", STRING)}, form="text/plain"),
+        "/memory": _get(
+            "Where the engine's memory is: page by page, and on the device by purpose.",
+            {"200": ("The answer.", OBJECT), "503": (_FAILURES["503"], ref("Error"))},
+        ),
         "/version": _get("The version of llmjax.", {"200": ("The answer.", record({"version": STRING}))}),
         "/openapi.json": _get("This document.", {"200": ("The answer.", OBJECT)}),
     }

@@ -289,7 +289,10 @@ def test_clients_share_ids_groups_and_counts() -> None:
     run(main)
 
 
-@pytest.mark.parametrize(("question", "found"), [("metrics", b"found"), ("snapshot", {"found": 1}), ("abort", 1)])
+QUESTIONS = [("metrics", b"found"), ("snapshot", {"found": 1}), ("memory_map", {"found": 1}), ("abort", 1)]
+
+
+@pytest.mark.parametrize(("question", "found"), QUESTIONS)
 def test_an_answer_that_takes_longer_than_the_next_news_is_not_lost(
     question: str, found: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +309,8 @@ def test_an_answer_that_takes_longer_than_the_next_news_is_not_lost(
                 return found
 
             monkeypatch.setattr(engine, "abort_group" if question == "abort" else question, slow)
-            asked = {"metrics": lambda: far.metrics(()), "snapshot": far.snapshot, "abort": lambda: far.abort_group(None)}
+            asked = {"metrics": lambda: far.metrics(()), "abort": lambda: far.abort_group(None)}
+            asked |= {"snapshot": far.snapshot, "memory_map": far.memory_map}
             async with asyncio.timeout(10):
                 assert await asked[question]() == found
 

@@ -153,13 +153,16 @@ def test_an_engine_of_another_process_shows_the_same(engine: Engine) -> None:
         async with asyncio.timeout(60):
             await hello.wait()
             found = await remote.snapshot()
+            memory = await remote.memory_map()
             await asyncio.to_thread(here.close, 5.0)
             await connected
         await asyncio.to_thread(local.stop)
         with pytest.raises(UnavailableError):
             await remote.snapshot()
-        with pytest.raises(EngineError):
-            await local.snapshot()
+        for question in (local.snapshot, local.memory_map):
+            with pytest.raises(EngineError):
+                await question()
+        assert memory == engine.memory_map().to_json()
         return found
 
     now = read_engine(engine)
