@@ -30,7 +30,7 @@ test-slow: $(VENV)/.installed
 
 # The fast tests of what is traced, on the newest JAX that pyproject.toml allows; everything else is as locked. The host's own code
 # imports no JAX, so its tests say nothing here.
-TRACED := tests/bench tests/engine tests/model tests/pallas_kernels tests/quantization tests/test_structured_output.py
+TRACED := tests/engine tests/model tests/pallas_kernels tests/quantization tests/test_structured_output.py
 test-next: $(VENV_NEXT)/.installed
 	@if $(VENV_NEXT)/bin/python -c 'import jax, sys; sys.exit(jax.__version__ < "0.12")'; \
 	then $(VENV_NEXT)/bin/python -c 'import jax; print("testing on jax", jax.__version__)' && $(VENV_NEXT)/bin/python -m pytest $(PARALLEL) $(TRACED); \
