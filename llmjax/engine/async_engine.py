@@ -64,6 +64,7 @@ class AsyncEngine(EngineClient):
         self._watchdog_seconds = watchdog
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open: dict[RequestStream, None] = {}  # not ended, known to the engine or not; guarded by the lock
+        self._preparing: set[RequestStream] = set()  # whose form is being compiled; guarded by the lock
         self._lock = threading.Lock()
         self._streams: dict[str, RequestStream | None] = {}  # None: aborted, nobody reads its last output
         self._choices = 0  # the engine thread's: theirs
@@ -157,6 +158,8 @@ class AsyncEngine(EngineClient):
         """
         self.close_doors()
         deadline = time.monotonic() + timeout
+        with self._lock:  # whoever looked at the doors before they were closed is through
+            pass
         while self._open and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         return not self._fail_all(UnavailableError, "the server is shutting down, and the request took longer than it waits")
@@ -188,8 +191,10 @@ class AsyncEngine(EngineClient):
     async def abort_group(self, group: str | None) -> int:
         """See `EngineClient`."""
         with self._lock:
-            found = [stream for stream in self._open if stream.group is not None and group in (None, stream.group)]
+            known = [*self._open, *self._preparing]
+        found = [stream for stream in known if stream.group is not None and group in (None, stream.group)]
         for stream in found:
+            stream.aborted = True  # also one that the engine does not know yet
             self.abort(stream.request_id)
         return len({stream.group for stream in found})
 
@@ -265,15 +270,23 @@ class AsyncEngine(EngineClient):
         return await self._submit(None, ids, params, ask)
 
     async def _submit(self, text: str | None, ids: Sequence[int], params: SamplingParams, ask: Ask) -> RequestStream:
+        stream = RequestStream(ask.request_id or f"async-{next(self._ids)}", text, ids, params, ask, self._close)
         grammar = None  # held until the engine has found it
         if params.structured is not None:
-            grammar = await asyncio.wrap_future(self._engine.grammars.start(params.structured))
-            self._check_open()  # it was closed meanwhile, perhaps
-        stream = RequestStream(ask.request_id or f"async-{next(self._ids)}", text, ids, params, ask, self._close)
-        self.start()
-        with self._lock:
+            with self._lock:
+                self._preparing.add(stream)
+            try:
+                grammar = await asyncio.wrap_future(self._engine.grammars.start(params.structured))
+            except BaseException:
+                with self._lock:
+                    self._preparing.discard(stream)
+                raise
+        with self._lock:  # the doors may be closed by now; who closes them finds it among the open ones, or it is refused
+            self._preparing.discard(stream)
+            self._check_open()
             self._open[stream] = None
-        self._calls.put(functools.partial(self._add, stream))
+            self._calls.put(functools.partial(self._add, stream))
+        self.start()
         if self._ended.is_set():  # it died in between, and will not look into the queue again
             self._fail_all(EngineError, self._death or "the engine was stopped")
         try:
@@ -343,6 +356,8 @@ class AsyncEngine(EngineClient):
             return
         self._streams[stream.request_id] = stream
         self._choices += stream.params.n
+        if stream.aborted:
+            self._engine.abort(stream.request_id)
         if not self._post(stream.loop, stream.accept):
             self._drop(stream)
 

@@ -202,6 +202,8 @@ class _Client:
                 case "ready":
                     self.ready = True
                 case "metrics" | "abort" | "snapshot" | "memory":
+                    if what == "metrics":
+                        self.series = rest[1]  # now: what is said next may be newer, and is read before a task begins
                     task = asyncio.create_task(self._answer(what, *rest))
                     self._asking.add(task)
                     task.add_done_callback(self._asking.discard)
@@ -233,7 +235,6 @@ class _Client:
         try:
             answer: Any
             if what == "metrics":
-                self.series = argument
                 answer = await self._owner.metrics()
             elif what == "snapshot":
                 answer = await self._engine.snapshot()

@@ -80,6 +80,7 @@ class RequestStream:
         loop: the event loop of its reader.
         accepted: done once the engine has taken the request, or refused it with an error.
         closed: nobody reads on.
+        aborted: it is to end as soon as the engine has taken it.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class RequestStream:
         self.loop = asyncio.get_running_loop()
         self.accepted: asyncio.Future[None] = self.loop.create_future()
         self.closed = False
+        self.aborted = False
         self._wake = ask.wake or asyncio.Event()
         self._on_close: Callable[..., None] = on_close
         self._scored = False  # the engine thread's: prompt logprobs have been given out
