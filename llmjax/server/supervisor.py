@@ -177,9 +177,11 @@ class Supervisor:
 
     async def _run_engine(self) -> tuple[int, bool]:
         """One life of the engine's process: how it ended, and whether it ever served."""
-        async with _child(self._engine_program, heard=self._engine_said) as child:
+        program = self._engine_program
+        async with _child(program, heard=self._engine_said) as child:
             self._engine = child
-            if self._stopping.is_set():  # told while it was being started
+            child.leaves = self._engine_program is not program  # replaced while it was being started
+            if child.leaves or self._stopping.is_set():
                 child.control.send("stop")
             for worker in self._workers:
                 self._join(worker)
@@ -189,8 +191,8 @@ class Supervisor:
                 self._engine = None
 
     def _engine_said(self, what: str, *rest: Any) -> None:
-        if what == "ready" and self._before is not None:
-            self._replaced(True)
+        if what == "ready" and self._before is not None and self._engine is not None and not self._engine.leaves:
+            self._replaced(True)  # one that leaves has only come so far before it was told
 
     # -- the process beside
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -73,3 +74,82 @@ def test_workers_that_cannot_be_started_end_the_service_with_the_reason(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class FakeProcess:
+    """An engine's process that a test plays: `said` is its end of the control socket."""
+
+    def __init__(self, handle: int) -> None:
+        self.said = Control(socket.socket(fileno=os.dup(handle)))
+        self.said._socket.settimeout(10)
+        self.life: asyncio.Task[Any]
+        self._ended = asyncio.Event()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        return 0
+
+    def kill(self) -> None:
+        self._ended.set()
+
+    def told(self) -> Any:
+        received = self.said.receive()
+        assert received is not None
+        return received[0]
+
+
+async def started(monkeypatch: pytest.MonkeyPatch, one: Supervisor, meanwhile: Callable[[], None]) -> FakeProcess:
+    """The engine's process, started by `one`; `meanwhile` happens while it is."""
+    processes: list[FakeProcess] = []
+
+    async def start(program: str, *args: Any, pass_fds: tuple[int, ...], **options: Any) -> Any:
+        processes.append(FakeProcess(*pass_fds))
+        meanwhile()
+        return processes[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    life = asyncio.create_task(one._run_engine())
+    while one._engine is None:
+        await asyncio.sleep(0)
+    (process,) = processes
+    process.life = life
+    return process
+
+
+@pytest.mark.parametrize("when", ["while it is started", "later"])
+def test_an_engine_that_is_to_be_replaced_leaves_and_does_not_pass_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """It says that it is ready before it hears that it has to go."""
+
+    async def main() -> None:
+        one = Supervisor(listen("127.0.0.1", 0), engine=Program("an_engine", "old"), worker=Program("a_worker", None))
+        process = await started(monkeypatch, one, lambda: one._beside_said("replace", "new") if when != "later" else None)
+        if when == "later":
+            one._beside_said("replace", "new")
+        assert [process.told(), process.told()] == [("job", "old"), ("stop",)]
+        child = one._engine
+        assert child is not None
+        process.said.send("ready")
+        while not child.up:
+            await asyncio.sleep(0.001)
+        assert one._before is not None, "if the next one never serves, the one before is started again"
+        assert one._before.job == "old"
+        process.kill()
+        await process.life
+        process.said.close()
+        after = await started(monkeypatch, one, lambda: None)
+        assert after.told() == ("job", "new")
+        after.said.send("ready")
+        while one._before is not None:
+            await asyncio.sleep(0.001)
+        after.kill()
+        await after.life
+        after.said.close()
+        one._listener.close()
+
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await main()
+
+    asyncio.run(bounded())
