@@ -124,7 +124,8 @@ class RequestStream:
             visible = visible or bool(ids) or choice.finish_reason is not None
         scores = None
         scored = output.prompt_logprobs
-        if scored is not None and not self._scored and (output.finished or scored[-1] is not None):
+        complete = output.finished or len(output.prompt_token_ids) == 1  # the first token never has any
+        if scored is not None and not self._scored and (complete or scored[-1] is not None):
             self._scored = True
             scores = list(scored)
         elif not visible:

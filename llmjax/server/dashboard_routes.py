@@ -66,6 +66,9 @@ class DashboardEvents:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
+        if scope["method"] == "HEAD":  # has no end to wait for otherwise
+            await Response(media_type="text/event-stream")(scope, receive, send)
+            return
         try:
             await while_connected(receive, self._send_events(EventSender(send, self._service.config.send_timeout, {})))
         except SlowReaderError:

@@ -40,7 +40,10 @@ class Accounts:
             await self._app(scope, receive, send)
             return
         started = time.monotonic()
-        request_id = self._service.new_id(Headers(scope=scope).get("x-request-id"))
+        headers = Headers(scope=scope)
+        request_id = self._service.new_id(headers.get("x-request-id"))
+        # What follows such a body may be a part of it to a proxy, and another request to us (RFC 9112, 6.1).
+        two_lengths = "content-length" in headers and "transfer-encoding" in headers
         scope.setdefault("state", {})["request_id"] = request_id
         status, complete = 0, False
         read = sent = 0
@@ -55,7 +58,10 @@ class Accounts:
             nonlocal status, complete, sent
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                answered = MutableHeaders(scope=message)
+                answered["x-request-id"] = request_id
+                if two_lengths:
+                    answered["connection"] = "close"
             await send(message)
             sent += len(message.get("body", b""))
             complete = complete or (message["type"] == "http.response.body" and not message.get("more_body", False))

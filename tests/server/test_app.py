@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from scripted_model import Scripted
+from scripted_model import Scripted, paced
 from served import ENDPOINTS, Served, run
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -116,6 +116,20 @@ def test_echo_scores_prompts_of_every_form(served: Served, stream: bool) -> None
     assert found[0]["logprobs"]["token_logprobs"][0] is None
     assert all(value < 0 for value in found[0]["logprobs"]["token_logprobs"][1:])
     assert found[0]["logprobs"]["text_offset"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("prompt", ["a", "é", "hi!"])
+def test_a_streamed_echo_begins_with_the_prompts_own_entries(served: Served, scripted: Scripted, prompt: str) -> None:
+    """Also of a prompt of one token, which has no logprob that one could wait for."""
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 3, "temperature": 0, "n": 2, "ignore_eos": True}
+    whole = served.post("/v1/completions", body).json()["choices"]
+    with paced(scripted.engine):
+        events = served.events("/v1/completions", body)
+    choices, _ = join(events, "/v1/completions")
+    for index, choice in enumerate(whole):
+        assert len(choice["logprobs"]["tokens"]) == len(prompt.encode()) + 3
+        assert choices[index]["logprobs"] == choice["logprobs"]
+        assert choices[index]["text"] == choice["text"]
 
 
 def test_prompt_logprobs_are_in_the_whole_answer_and_refused_in_a_stream(served: Served) -> None:
