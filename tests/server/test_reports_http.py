@@ -1,14 +1,16 @@
 """Public bug reports over HTTP that no other test of the server has: each test names its reports.
 
 Elsewhere: B01-B06, B10-B14, B17, B20, B25, B64-B67 in test_app.py; B28, B29, B33, B68-B71 in test_lifecycle.py and
-test_http_server.py; B24 in tests/engine, where it means something; B30 in abuse/, over sockets.
+test_http_server.py; B30 in abuse/, over sockets.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,10 @@ from fakes_engine import FakeEngine
 from fakes_text import BOS_ID, byte_tokenizer, plain_byte_tokenizer
 from scripted_model import Scripted, paced
 from served import TEMPLATE, Exchange, Served, run
+from tiny_models import CONFIGS, random_params
 
 from llmjax.engine.config import EngineConfig
+from llmjax.engine.engine import Engine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -147,6 +151,46 @@ def test_seeds_are_of_the_request_and_their_absence_is_chance(served: Served, sc
     assert len(set(ids([ask(served, **body, n=4)]))) == 4
 
 
+@pytest.fixture(scope="module", params=[16, pytest.param(64, marks=pytest.mark.slow)])
+def exact(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """A deterministic engine of a real decoder, whose prompts are computed in pieces of so many tokens."""
+    config = dataclasses.replace(CONFIGS["llama"], num_tokens=260)  # as many as the tokenizer has
+    options = EngineConfig(
+        max_context=128, max_sequences=4, max_tokens_per_step=64, prefill_chunk=request.param, decode_steps=3, deterministic=True,
+        kv_cache_bytes=512 * 1024,
+    )  # fmt: skip
+    one = Served(Engine(config, random_params(config), plain_byte_tokenizer(), options))
+    yield one
+    one.stop()
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"temperature": 1, "seed": 5, "top_p": 0.9, "n": 2}], ids=["greedy", "sampled"]
+)
+def test_a_deterministic_server_answers_the_same_to_the_bit_in_any_crowd(exact: Served, options: dict[str, Any]) -> None:
+    """B24: alone, with 1, 7 and 31 others, and whether its prefix is found or not."""
+    draw = random.Random()
+    ids = [draw.randrange(256) for _ in range(70)]
+    mine = {"prompt": ids, "max_tokens": 12, "logprobs": 3, "ignore_eos": True, **options}
+
+    def told(answer: dict[str, Any]) -> tuple[Any, ...]:
+        return answer["choices"], answer["usage"]["completion_tokens"]
+
+    alone = ask(exact, **mine, cache_salt="alone")
+    cached = set()
+    for others in (0, 1, 7, 31):
+        crowd = [
+            {"prompt": [draw.randrange(256) for _ in range(draw.randint(1, 80))], "max_tokens": draw.randint(1, 20)}
+            for _ in range(others)
+        ]
+        for salt in (f"{others}", f"{others}"):  # the second finds what the first has left
+            place = draw.randint(0, others)
+            answer = at_once(exact, [*crowd[:place], {**mine, "cache_salt": salt}, *crowd[place:]])[place]
+            assert told(answer) == told(alone), (others, ids, crowd)
+            cached.add(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached == {0, 64}
+
+
 def test_offsets_count_characters_of_the_prompt_first(served: Served, scripted: Scripted) -> None:
     """B26."""
     prompt = "né🔥"
@@ -222,6 +266,42 @@ def test_a_model_without_a_chat_template_says_so_and_completes(tmp_path: Path) -
     refused = picky.post(CHAT, {"messages": HI})
     assert refused.status_code == 400
     assert "roles must alternate" in refused.json()["error"]["message"]
+
+
+NO_FORMS: dict[str, dict[str, Any]] = {
+    "nothing": {"response_format": {}},
+    "no type": {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "objec"}}}},
+    "unclosed": {"guided_regex": "("},
+    "huge enum": {"guided_json": {"enum": [f"value {index}" for index in range(20_000)]}},
+    "many choices": {"guided_choice": [f"{index}" for index in range(2_000)]},
+    "itself": {"guided_json": {"$ref": "#"}},
+    "in a circle": {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}},
+    "from nowhere": {"guided_json": {"$ref": "#/$defs/none"}},
+    "no schema": {"guided_json": [1]},
+    "a grammar of itself": {"guided_grammar": "start: start"},
+}
+
+
+def test_a_form_that_is_none_is_refused_and_its_neighbours_go_on(served: Served, scripted: Scripted) -> None:
+    """B72: valid ones come before, between and after; a schema of anything is JSON of any form, and one may contain itself."""
+    flat(served, scripted)
+    tree = {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False}
+    valid: list[dict[str, Any]] = [{"guided_regex": "[ab]{30}"}, {"guided_json": tree}, {"guided_json": {}}, {}]
+    bodies = [{**form, "max_tokens": 40, "seed": 3, "ignore_eos": True} for form in valid]
+    alone = [ask(served, **body)["choices"] for body in bodies]
+    assert re.fullmatch("[ab]{30}", alone[0][0]["text"])
+
+    async def main() -> list[Any]:
+        beside = [asyncio.ensure_future(served.request("POST", COMPLETIONS, {"prompt": "a", **body})) for body in bodies]
+        for name, form in NO_FORMS.items():
+            for stream in (False, True):
+                refused = await served.request("POST", COMPLETIONS, {"prompt": "a", **form, "stream": stream})
+                assert (refused.status_code, [refused.json()["error"]["param"]]) == (400, list(form)), (name, refused.text)
+        return [(await answer).json()["choices"] for answer in beside]
+
+    with paced(scripted.engine):
+        assert run(main()) == alone
+    assert [ask(served, **body)["choices"] for body in bodies] == alone
 
 
 class TextEngine(FakeEngine):
