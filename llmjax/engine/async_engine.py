@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER = 60
+_MOST_ABORTS = 1024  # that are remembered for requests which have come and are not here yet
 
 
 class AsyncEngine(EngineClient):
@@ -64,7 +65,7 @@ class AsyncEngine(EngineClient):
         self._watchdog_seconds = watchdog
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open: dict[RequestStream, None] = {}  # not ended, known to the engine or not; guarded by the lock
-        self._preparing: set[RequestStream] = set()  # whose form is being compiled; guarded by the lock
+        self._aborts: dict[str | None, int] = {}  # groups and when, the latest last; guarded by the lock
         self._lock = threading.Lock()
         self._streams: dict[str, RequestStream | None] = {}  # None: aborted, nobody reads its last output
         self._choices = 0  # the engine thread's: theirs
@@ -191,10 +192,12 @@ class AsyncEngine(EngineClient):
     async def abort_group(self, group: str | None) -> int:
         """See `EngineClient`."""
         with self._lock:
-            known = [*self._open, *self._preparing]
-        found = [stream for stream in known if stream.group is not None and group in (None, stream.group)]
+            found = [stream for stream in self._open if stream.group is not None and group in (None, stream.group)]
+            self._aborts.pop(group, None)
+            self._aborts[group] = time.monotonic_ns()
+            if len(self._aborts) > _MOST_ABORTS:
+                del self._aborts[next(iter(self._aborts))]
         for stream in found:
-            stream.aborted = True  # also one that the engine does not know yet
             self.abort(stream.request_id)
         return len({stream.group for stream in found})
 
@@ -273,17 +276,11 @@ class AsyncEngine(EngineClient):
         stream = RequestStream(ask.request_id or f"async-{next(self._ids)}", text, ids, params, ask, self._close)
         grammar = None  # held until the engine has found it
         if params.structured is not None:
-            with self._lock:
-                self._preparing.add(stream)
-            try:
-                grammar = await asyncio.wrap_future(self._engine.grammars.start(params.structured))
-            except BaseException:
-                with self._lock:
-                    self._preparing.discard(stream)
-                raise
+            grammar = await asyncio.wrap_future(self._engine.grammars.start(params.structured))
         with self._lock:  # the doors may be closed by now; who closes them finds it among the open ones, or it is refused
-            self._preparing.discard(stream)
             self._check_open()
+            if stream.group is not None:  # aborted while its prompt was tokenised, perhaps, or its form compiled
+                stream.aborted = any(self._aborts.get(group, 0) > stream.arrival_ns for group in (stream.group, None))
             self._open[stream] = None
             self._calls.put(functools.partial(self._add, stream))
         self.start()

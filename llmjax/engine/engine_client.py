@@ -68,7 +68,8 @@ class EngineClient(abc.ABC):
     async def abort_group(self, group: str | None) -> int:
         """End the requests of a group, or of every one; each stream gets a last output with finish reason "abort".
 
-        Returns how many groups there were. Requests without a group are left alone.
+        Returns how many groups there were. A request that came before and is still being prepared (its prompt is tokenised, its
+        form compiled) is not counted, and ends when the engine has it. Requests without a group are left alone.
         """
 
     @abc.abstractmethod

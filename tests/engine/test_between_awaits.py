@@ -18,7 +18,8 @@ from llmjax.engine.async_engine import AsyncEngine
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.engine_messages import frame, read_frame
 from llmjax.engine.engine_socket import EngineSocket
-from llmjax.errors import RequestError, UnavailableError
+from llmjax.engine.remote_engine import RemoteEngine
+from llmjax.errors import UnavailableError
 from llmjax.sampling_params import SamplingParams
 from llmjax.structured_output import StructuredOutput
 from llmjax.telemetry.metric_sums import Series, read_series
@@ -98,31 +99,52 @@ def test_a_request_whose_form_is_still_compiled_can_be_aborted(group: str | None
             mine = asyncio.create_task(engine.submit([97], FORM, group="mine"))
             other = asyncio.create_task(engine.submit([98], FORM, group="other"))
             await until(lambda: len(fake.compiling) == 2)
-            assert await engine.abort_group("nobody") == 0
-            assert await engine.abort_group(group) == (2 if group is None else 1)
+            assert await engine.abort_group(group) == 0
+            later = asyncio.create_task(engine.submit([99], FORM, group="mine"))
+            await until(lambda: len(fake.compiling) == 3)
             for one in fake.compiling:
                 one.set_result(object())
             assert await last(await mine) == ("abort", [])
             assert await last(await other) == (("abort", []) if group is None else ("length", [98] * 2000))
-            assert await engine.abort_group(None) == 0
+            assert await last(await later) == ("length", [99] * 2000), "it came after"
 
     run(main)
 
 
-def test_a_form_that_is_refused_or_not_waited_for_leaves_nothing_to_abort() -> None:
+def test_an_answer_of_several_prompts_can_be_aborted_while_one_is_tokenised() -> None:
+    """The engine is at the other end of a socket, where the abort arrives before that prompt does."""
+
     async def main() -> None:
-        fake = CompilingEngine()
-        async with AsyncEngine(fake) as engine:  # type: ignore[arg-type]
-            refused, left = (asyncio.create_task(engine.submit([97], FORM, group="mine")) for _ in range(2))
-            await until(lambda: len(fake.compiling) == 2)
-            fake.compiling[0].set_exception(RequestError("no form", "guided_regex"))
-            left.cancel()
-            with pytest.raises(RequestError, match="no form"):
-                await refused
-            with pytest.raises(asyncio.CancelledError):
-                await left
-            assert await engine.abort_group(None) == 0
-            assert fake.added == 0
+        fake = FakeEngine(EngineConfig(max_context=4096, max_sequences=2))
+        engine = AsyncEngine(fake)  # type: ignore[arg-type]
+        clients = EngineSocket(engine, "fake")
+        clients.start()
+        ours, theirs = socket.socketpair()
+        hello = asyncio.Event()
+        far = RemoteEngine(hello.set)
+        connection = asyncio.create_task(far.connect(ours))
+        await asyncio.to_thread(clients.add, theirs)
+        await hello.wait()
+        far._tokenizer = tokenizer = SlowTokenizer()  # type: ignore[assignment]
+        slow = asyncio.create_task(far.submit("a" * 10_000, SamplingParams(max_tokens=2000), group="mine"))
+        await until(tokenizer.begun.is_set)
+        await far.abort_group("mine")
+        tokenizer.go.set()
+        assert await last(await slow) == ("abort", [])
+        await asyncio.to_thread(clients.close, 10)
+        await connection
+        await asyncio.to_thread(engine.stop)
+
+    run(main)
+
+
+def test_the_aborts_of_long_ago_are_forgotten() -> None:
+    async def main() -> None:
+        async with AsyncEngine(FakeEngine()) as engine:  # type: ignore[arg-type]
+            for number in range(3000):
+                await engine.abort_group(f"{number}")
+            assert len(engine._aborts) < 2000
+            assert "2999" in engine._aborts
 
     run(main)
 
