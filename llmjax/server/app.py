@@ -88,6 +88,7 @@ def create_app(engine: EngineClient, config: ServerConfig, *, registries: Sequen
         lifespan=lifespan,
         exception_handlers={HTTPException: on_error, LlmjaxError: on_error, Exception: on_error},
     )
+    app.router.redirect_slashes = False  # to the client's own Host, and to http also where a proxy has TLS
     app.state.service = service
     return app
 

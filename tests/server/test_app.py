@@ -246,7 +246,10 @@ def test_models_and_tokens(served: Served) -> None:
 
 
 def test_routes_that_are_not_there(served: Served) -> None:
-    for method, path, status in (("GET", "/nope", 404), ("GET", "/v1/completions", 405), ("POST", "/metrics", 405)):
+    for method, path, status in (
+        ("GET", "/nope", 404), ("GET", "/v1/completions", 405), ("POST", "/metrics", 405),
+        ("POST", "/v1/completions/", 404), ("GET", "/dashboard/", 404),  # no address that is made of the client's own words
+    ):  # fmt: skip
         response = run(served.request(method, path))
         assert response.status_code == status
         assert path in response.json()["error"]["message"]
