@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from llmjax.engine.tokenizer import Tokenizer
 
 _SHORT_TEXT = 4096  # characters; a longer text is tokenised on a thread, so that it does not hold up the event loop
+_SHORT_CHAT = 64  # messages; likewise
 
 
 class EngineClient(abc.ABC):
@@ -137,6 +138,7 @@ class EngineClient(abc.ABC):
         group: str | None = None,
         arrival_ns: int | None = None,
         add_special_tokens: bool = True,
+        at_once: int = 1,
         wake: asyncio.Event | None = None,
     ) -> RequestStream:
         """Queue a prompt and return its stream, once the engine has taken it. The caller closes the stream.
@@ -144,6 +146,7 @@ class EngineClient(abc.ABC):
         Args:
             request_id, group, wake: see `Ask`.
             arrival_ns: see `Ask`; None is now.
+            at_once: how many prompts like this one the caller submits at the same moment.
 
         Raises as `generate` does.
         """
@@ -151,7 +154,7 @@ class EngineClient(abc.ABC):
         if not isinstance(prompt, str):
             return await self._submit(None, prompt, params, ask)
         encode = functools.partial(needed(self.tokenizer, "a text prompt").encode, prompt, add_special_tokens=add_special_tokens)
-        ids = encode() if len(prompt) <= _SHORT_TEXT else await asyncio.to_thread(encode)
+        ids = encode() if len(prompt) * at_once <= _SHORT_TEXT else await asyncio.to_thread(encode)
         return await self._submit(prompt, ids, params, ask)
 
     async def submit_chat(
@@ -178,9 +181,7 @@ class EngineClient(abc.ABC):
             text = tokenizer.render_chat(messages, **template_options)
             return text, tokenizer.encode(text, add_special_tokens=False)
 
-        size = sum(len(message.get("content") or "") for message in messages)
-        short = size <= _SHORT_TEXT and not template_options.get("tools")  # whose schemas are seldom short
-        return encode() if short else await asyncio.to_thread(encode)
+        return encode() if _is_short(messages, template_options) else await asyncio.to_thread(encode)
 
     def _ask(self, request_id: str | None, group: str | None, arrival_ns: int | None, wake: asyncio.Event | None) -> Ask:
         self._check_open()
@@ -193,3 +194,11 @@ class EngineClient(abc.ABC):
             raise EngineError(health.reason)
         if not health.ready:
             raise UnavailableError(f"{health.reason}: try again later, or elsewhere")
+
+
+def _is_short(messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> bool:
+    """Whether a conversation is rendered and tokenised in no time: few texts, and no tools or calls, which seldom are short."""
+    if len(messages) > _SHORT_CHAT or not all(isinstance(value, bool | int | float) for value in options.values()):
+        return False
+    values = [value for message in messages for value in message.values() if value is not None]
+    return all(isinstance(value, str) for value in values) and sum(map(len, values)) <= _SHORT_TEXT

@@ -115,7 +115,9 @@ class Tokenizer:
             if text.startswith(bos):
                 self._warned_of_bos = True
                 log.warning("a prompt already starts with %s and gets a second one: pass add_special_tokens=False", bos)
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Not `encode`: that one holds the interpreter's lock, so that a long text on a thread would stop all the others.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

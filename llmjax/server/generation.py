@@ -120,7 +120,7 @@ class Generation:
                 f"wait: send fewer at once",
                 "prompt",
             )
-        common["add_special_tokens"] = request.add_special_tokens
+        common |= {"add_special_tokens": request.add_special_tokens, "at_once": len(ids)}
         tasks = [
             asyncio.ensure_future(engine.submit(prompt, params, request_id=request_id, **common))
             for prompt, request_id in zip(request.prompts, ids, strict=True)
