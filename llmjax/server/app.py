@@ -189,7 +189,9 @@ class _Routes:
             ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special)
         answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": self._service.max_context}
         if body.get("return_token_strs", False):
-            answer["token_strs"] = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids]
+            answer["token_strs"] = await asyncio.to_thread(
+                lambda: [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids]
+            )
         return JSONResponse(answer)
 
     async def _detokenize(self, request: Request) -> Response:

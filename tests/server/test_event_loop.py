@@ -27,6 +27,10 @@ class NotingTokenizer(FakeTokenizer):
         self.threads.add(threading.get_ident())
         return [97, 98]
 
+    def token_bytes(self, token: int) -> bytes:
+        self.threads.add(threading.get_ident())
+        return bytes([token])
+
     def render_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         self.threads.add(threading.get_ident())
         return "ab"
@@ -69,6 +73,20 @@ def test_what_takes_its_time_is_not_done_on_the_event_loop(body: dict[str, Any],
     loop = run(ask())
     served.stop()
     assert loop not in tokenizer.threads if long else tokenizer.threads == {loop}
+
+
+def test_the_texts_of_tokens_are_not_looked_up_on_the_event_loop() -> None:
+    engine = FakeEngine(EngineConfig(max_context=64, max_sequences=4))
+    engine.tokenizer = tokenizer = NotingTokenizer()
+    served = Served(engine)
+
+    async def ask() -> int:
+        answer = await served.request("POST", "/tokenize", {"prompt": "ab", "return_token_strs": True})
+        assert answer.json()["token_strs"] == ["a", "b"]
+        return threading.get_ident()
+
+    assert run(ask()) not in tokenizer.threads
+    served.stop()
 
 
 def test_a_long_text_is_tokenised_beside_other_threads() -> None:
