@@ -1,6 +1,9 @@
-"""What all tests share: one compile cache, kept between runs beside pytest's own cache."""
+"""What all tests share: one compile cache, kept between runs beside pytest's own cache; and logging as nobody has set it up."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
 
 import jax
 import pytest
@@ -14,3 +17,12 @@ def _compile_cache(request: pytest.FixtureRequest) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     if "slow" not in request.config.option.markexpr.replace("not slow", ""):
         jax.config.update("jax_disable_most_optimizations", True)  # compiles a third faster; the slow tests run what users run
+
+
+@pytest.fixture(autouse=True)
+def _logging() -> Iterator[None]:
+    """What a command line sets up writes to the stream of its own test, which is closed in the next one."""
+    logger = logging.getLogger("llmjax")
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.level, logger.propagate = before

@@ -5,19 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
-
-import pytest
 
 from llmjax.telemetry.logs import configure_logging
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    logger = logging.getLogger("llmjax")
-    before = logger.handlers[:], logger.level, logger.propagate
-    yield
-    logger.handlers[:], logger.level, logger.propagate = before
 
 
 def test_json_has_one_object_a_record_and_the_fields_of_those_that_have_some() -> None:
