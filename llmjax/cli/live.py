@@ -13,6 +13,7 @@ import typer
 
 from llmjax.cli.terminal import as_json, table
 from llmjax.errors import ConfigError, LlmjaxError
+from llmjax.server.key_file import read_key_file
 
 LARGEST = 20
 """Requests that are shown, those with most pages first."""
@@ -22,13 +23,13 @@ _PATIENCE = 30.0  # seconds
 def show_memory(url: str, api_key_file: Path | None, *, to_json: bool) -> None:
     """Ask the server and show what it says. Raises `ConfigError` for a URL or key file that cannot be used, `LlmjaxError` when no
     llmjax server answers."""
-    found = _ask(url, _key(api_key_file))
+    found = _ask(url, None if api_key_file is None else read_key_file(api_key_file)[0])
     if to_json:
         typer.echo(as_json(found))
         return
     try:
         totals, owners = _totals(found), _owners(found["pages"])
-    except (LookupError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise LlmjaxError(f"{url} answers, but not as this version of llmjax does ({type(error).__name__}: {error})") from None
     table(("memory", ""), totals)
     table(("request", "pages", "shared", "youngest", "oldest"), owners[:LARGEST])
@@ -91,18 +92,6 @@ def _ask(url: str, key: str | None) -> dict[str, Any]:
     told = found.get("error") if isinstance(found, dict) else None
     reason = told.get("message") if isinstance(told, dict) else f"{body[:80]!r}"
     raise LlmjaxError(f"{url} answers {status} to {path}: {reason}")
-
-
-def _key(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        lines = file.read_text("ascii").split()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--api-key-file {file} cannot be read: {error}") from None
-    if not lines:
-        raise ConfigError(f"--api-key-file {file} is empty")
-    return lines[0]
 
 
 def _size(count: int) -> str:

@@ -22,7 +22,7 @@ def inspect(
     random: Random = None,
     live: Annotated[str | None, typer.Option(metavar="URL", help="Instead: where the memory of this llmjax server is.")] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="With --live: a file whose first line is a key of the server.")
+        Path | None, typer.Option(help="With --live: a file as the server has it; the first key is sent.")
     ] = None,
     to_json: AsJson = False,
 ) -> None:

@@ -13,6 +13,7 @@ from raw_server import raw_server
 from scripted_model import Scripted
 
 from llmjax import cli
+from llmjax.cli import live
 from llmjax.cli.live import _owners, _totals
 from llmjax.engine.async_engine import AsyncEngine
 from llmjax.errors import LlmjaxError
@@ -79,7 +80,7 @@ def test_a_server_is_asked(
     tmp_path: Path,
 ) -> None:
     key = tmp_path / "key"
-    key.write_text(f"{KEY}\nanother\n")
+    key.write_text(f"# für alle, the server's own file\n\n{KEY}  # the first\nanother\n", "utf-8")
     for url in (server.url, server.url + "/v1"):
         code, out, _ = inspect(monkeypatch, capsys, "--live", url, "--api-key-file", key, "--json")
         assert code == 0
@@ -122,3 +123,13 @@ def test_another_server_is_told_from_ours(monkeypatch: pytest.MonkeyPatch, capsy
         code, _, err = inspect(monkeypatch, capsys, "--live", other.url)
     assert code == LlmjaxError.exit_code
     assert "not as this version of llmjax does" in err
+
+
+def test_what_is_no_memory_map_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names are there, but not what they stand for."""
+    counts = ("page_size", "page_bytes", "num_pages", "num_held", "num_shared", "num_kept", "num_empty", "step")
+    answers: list[dict[str, Any]] = [{"device": {}}, dict.fromkeys(counts, 0) | {"pages": [], "device": []}]
+    for found in answers:
+        monkeypatch.setattr(live, "_ask", lambda url, key, found=found: found)
+        with pytest.raises(LlmjaxError, match="not as this version of llmjax does"):
+            live.show_memory("http://other", None, to_json=False)

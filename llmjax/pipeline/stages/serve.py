@@ -5,14 +5,13 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, model_validator
 
-from llmjax.errors import ConfigError
 from llmjax.pipeline.schema import Duration, InputPath, OneOrMore, OutputPath, Section, Share, Size, StageSection, located
 from llmjax.pipeline.stages import StageContext, StageInput, StageKind
+from llmjax.server.key_file import read_key_file
 
 if TYPE_CHECKING:
     from llmjax.server.traffic_log import TrafficConfig
@@ -222,14 +221,7 @@ def read_keys(section: ServeSection) -> tuple[str, ...]:
     """Every key that opens the server. Raises `ConfigError` for a file that cannot be read, or holds none."""
     keys = [section.api_key.get_secret_value()] if section.api_key is not None and section.api_key.get_secret_value() else []
     if section.api_key_file is not None:
-        try:
-            lines = Path(section.api_key_file).read_text("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the key file {section.api_key_file} cannot be read: {error}") from None
-        found = [line.partition("#")[0].strip() for line in lines]
-        if not any(found):
-            raise ConfigError(f"the key file {section.api_key_file} holds no key: write one a line")
-        keys += [key for key in found if key]
+        keys += read_key_file(section.api_key_file)
     return tuple(dict.fromkeys(keys))
 
 
