@@ -87,7 +87,7 @@ class EngineClient(abc.ABC):
     @abc.abstractmethod
     async def memory_map(self) -> dict[str, Any]:
         """Where the engine's memory is between two steps, page by page, as `MemoryMap.to_json` gives it. Waits and raises as
-        `snapshot` does; looking at a large pool takes the engine some ten milliseconds."""
+        `snapshot` does; looking at a pool of 60 000 pages takes the engine about 50 ms."""
 
     @abc.abstractmethod
     async def _submit(self, text: str | None, ids: Sequence[int], params: SamplingParams, ask: Ask) -> RequestStream:

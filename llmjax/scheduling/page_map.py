@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from llmjax.scheduling.page_pool import PagePool
 
@@ -31,6 +32,16 @@ class PageUse:
     def shared(self) -> bool:
         """Whether several requests read it."""
         return self.holders > 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The attributes, fit for `json.dumps`."""
+        return {
+            "page": self.page,
+            "owners": list(self.owners),
+            "holders": self.holders,
+            "age": self.age,
+            "findable": self.findable,
+        }
 
 
 def page_uses(pool: PagePool, owners: Mapping[int, Sequence[str]], ages: Sequence[int]) -> list[PageUse]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import random
+import sys
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from llmjax.engine.engine import Engine
 from llmjax.errors import EngineError
 from llmjax.model.kv_cache import cache_bytes_per_page
 from llmjax.sampling_params import SamplingParams
+from llmjax.scheduling.page_map import PageUse
 
 LONG = SamplingParams(max_tokens=60, temperature=0.0)
 
@@ -75,6 +78,21 @@ def test_device_memory_by_purpose_and_as_json(flat: Scripted) -> None:
     assert read["device"]["cache"] == found.device.cache
     assert len(read["pages"]) == len(found.pages)
     assert {"page", "owners", "holders", "age", "findable"} == set(read["pages"][0])
+
+
+def test_a_page_costs_little_to_be_told(flat: Scripted) -> None:
+    """It is done beside an engine that runs, in the same interpreter: calls of Python functions, a page."""
+    found = flat.engine.memory_map()
+    pages = tuple(PageUse(page, ("a/0", "b/0"), 2, 7, True) for page in range(200))
+    calls: list[str] = []
+    many = dataclasses.replace(found, pages=pages)
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        told = many.to_json()
+    finally:
+        sys.setprofile(None)
+    assert told == json.loads(json.dumps(dataclasses.asdict(many)))
+    assert len(calls) < 2 * len(pages)
 
 
 def test_leaks_are_told(flat: Scripted, caplog: pytest.LogCaptureFixture) -> None:
