@@ -75,8 +75,7 @@ class Service:
             raise RequestError(
                 "prompt_logprobs cannot be streamed: leave out stream, or use echo with logprobs", "prompt_logprobs"
             )
-        # For a header: escaped, so that a name with a line break in it cannot add another one.
-        return request, [name.encode("unicode_escape").decode()[:80] for name in ignored[:_WARNED_FIELDS]]
+        return request, [_for_header(name) for name in ignored[:_WARNED_FIELDS]]
 
     def decode(self, ids: list[int]) -> str:
         """The text of a prompt that was given as ids."""
@@ -131,6 +130,11 @@ def read_object(data: bytes, fields: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, fields[name]):
             raise RequestError(f"{name} must be {_TYPES[fields[name]]}, got {kind(value)}", name)
     return found
+
+
+def _for_header(name: str) -> str:
+    """A name as a header may hold it: escaped, as a line break would add another one; quoted, as no value may end in a space."""
+    return f'"{name.encode("unicode_escape").decode()[:80]}"'
 
 
 _TYPES: dict[Any, str] = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}

@@ -6,6 +6,7 @@ import asyncio
 import random
 from typing import Any
 
+import h11
 import pytest
 from scripted_model import Scripted, paced
 from served import ENDPOINTS, Served, run
@@ -209,10 +210,18 @@ def test_unknown_fields_are_told_or_refused(served: Served) -> None:
     body = {"prompt": "a", "max_tokens": 1, "max_new_tokens": 3, "é\n": 1}
     response = served.post("/v1/completions", body)
     assert response.status_code == 200
-    assert response.headers["x-llmjax-warning"] == "unknown fields ignored: max_new_tokens, \\xe9\\n"
+    assert response.headers["x-llmjax-warning"] == 'unknown fields ignored: "max_new_tokens", "\\xe9\\n"'
     assert "x-llmjax-warning" not in served.post("/v1/completions", {"prompt": "a", "user": "me"}).headers
     strict = served.with_options(strict=True).post("/v1/completions", body)
     assert (strict.status_code, strict.json()["error"]["param"]) == (400, "max_new_tokens")
+
+
+@pytest.mark.parametrize("name", ["", " ", "\t", "\r\n", "\x00", "\x7f", "\x85", "\ud800", "a,", '"', "\\"])
+def test_any_name_of_an_unknown_field_can_be_told_in_a_header(name: str, served: Served) -> None:
+    warning = served.post("/v1/completions", {"prompt": "a", "max_tokens": 1, name: 1}).headers["x-llmjax-warning"]
+    h11.Response(
+        status_code=200, headers=[("x-llmjax-warning", warning.encode("ascii"))]
+    )  # which refuses what HTTP does not allow
 
 
 def test_models_and_tokens(served: Served) -> None:
