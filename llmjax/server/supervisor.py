@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 GRACE = 5  # seconds for answers that have ended to reach their clients
+REPLACEMENT_STARTS = 1800.0  # seconds in which an engine must come to serve in another one's place
 _MOST_FAILED_STARTS = 5  # workers in a row that ended before they came up
 _CODE = "import sys; sys.path[:] = {path!r}; from {module} import main; main({handle})"
 
@@ -185,10 +186,18 @@ class Supervisor:
                 child.control.send("stop")
             for worker in self._workers:
                 self._join(worker)
+            patience = asyncio.get_running_loop().call_later(REPLACEMENT_STARTS, self._wait_no_longer, child)
             try:
                 return await child.ended(), child.up
             finally:
+                patience.cancel()
                 self._engine = None
+
+    def _wait_no_longer(self, child: _Child) -> None:
+        """A replacement that hangs is no reason to serve nothing: the one before is started again when it has ended."""
+        if self._before is not None and not child.leaves:
+            log.error("the engine that replaces another one does not serve after %g s and is ended", REPLACEMENT_STARTS)
+            child.kill()
 
     def _engine_said(self, what: str, *rest: Any) -> None:
         if what == "ready" and self._before is not None and self._engine is not None and not self._engine.leaves:

@@ -153,3 +153,25 @@ def test_an_engine_that_is_to_be_replaced_leaves_and_does_not_pass_for_the_next_
             await main()
 
     asyncio.run(bounded())
+
+
+@pytest.mark.parametrize("serves", [False, True])
+def test_an_engine_that_never_comes_to_serve_in_anothers_place_is_ended(monkeypatch: pytest.MonkeyPatch, serves: bool) -> None:
+    monkeypatch.setattr(supervisor, "REPLACEMENT_STARTS", 0.3)
+
+    async def main() -> None:
+        one = Supervisor(listen("127.0.0.1", 0), engine=Program("an_engine", "old"), worker=Program("a_worker", None))
+        one._beside_said("replace", "new")
+        process = await started(monkeypatch, one, lambda: None)
+        assert process.told() == ("job", "new")
+        if serves:
+            process.said.send("ready")
+        done, _ = await asyncio.wait([process.life], timeout=1.0 if serves else 20.0)
+        assert bool(done) is not serves
+        assert (one._before is None) is serves
+        process.kill()
+        await process.life
+        process.said.close()
+        one._listener.close()
+
+    asyncio.run(main())
