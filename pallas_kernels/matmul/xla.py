@@ -18,19 +18,26 @@ if TYPE_CHECKING:
 # and 64 or more took the same either way.
 _FEW_TOKENS = range(2, 33)
 
+MANY_TOKENS = 512
+"""From so many on a product is rounded by the matmul itself. On a GPU one in float32 that is rounded afterwards is written, and
+read by what follows, at twice the size. Of fewer tokens a matmul may add partial sums, and these are to be float32."""
+
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
 def dense(x: Array, w: Array, bias: Array | None, *, out_dtype: DTypeLike | None, upcoming: Array | None = None) -> Array:
     """See `pallas_kernels.matmul.dense`. The hint is not taken: XLA has no way to give it."""
     del upcoming
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if x.shape[0] >= MANY_TOKENS and bias is None and out_dtype == x.dtype:
+        return _dot(x, w, out_dtype)
     if x.shape[0] in _FEW_TOKENS:
         out = lax.platform_dependent(x, w, cpu=_weights_left, default=_tokens_left)
     else:
         out = _tokens_left(x, w)
     if bias is not None:
         out = out + bias.astype(jnp.float32)
-    return out.astype(x.dtype if out_dtype is None else out_dtype)
+    return out.astype(out_dtype)
 
 
 def residual_dense(x: Array, w: Array, residual: Array, bias: Array | None, *, upcoming: Array | None = None) -> Array:
@@ -44,14 +51,14 @@ def gated_dense(x: Array, w: Array, activation: str, *, upcoming: Array | None =
     return gated(dense(x, w, None, out_dtype=None, upcoming=upcoming), activation)
 
 
-def _dot(left: Array, right: Array) -> Array:
+def _dot(left: Array, right: Array, out_dtype: DTypeLike = jnp.float32) -> Array:
     exact = left.dtype == jnp.float32
     return lax.dot_general(
         left,
         right,
         _CONTRACT_LAST,
         precision=lax.Precision.HIGHEST if exact else None,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=out_dtype,
     )
 
 

@@ -16,6 +16,7 @@ from pallas_kernels.gated_activation import gated
 from pallas_kernels.int8_matmul import int8_dense, quantize_activations, w8a8, w8a16
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.matmul import dense
+from pallas_kernels.matmul.xla import MANY_TOKENS
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.shapes import RAGGED_DECODE, RAGGED_EXTEND, make_inputs
 from pallas_kernels.quantized import dequantize, quantize
@@ -89,13 +90,25 @@ def test_gated_refuses_other_activations_and_odd_widths():
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("tokens", [1, 2, 32, 33])
+@pytest.mark.parametrize("tokens", [1, 2, 32, 33, MANY_TOKENS - 1, MANY_TOKENS])
 def test_dense(tokens, dtype):
     x, w, bias = draw(0, tokens, 40, dtype=dtype), draw(1, 24, 40, dtype=dtype), draw(2, 24, dtype=dtype)
     right = wide(x) @ wide(w).T
     assert dense(x, w).dtype == dtype
     np.testing.assert_allclose(wide(dense(x, w, bias, out_dtype="float32")), right + wide(bias), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(wide(dense(x, w)), right, rtol=4 * ROUNDING[dtype], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_a_product_of_many_tokens_is_nowhere_in_float32(dtype):
+    """Unless it is asked for, or a bias has to be added before it is rounded. A sum of 16-bit terms would lose half of them."""
+    x, w, bias = draw(0, MANY_TOKENS, 40, dtype=dtype), draw(1, 24, 40, dtype=dtype), draw(2, 24, dtype=dtype)
+    for arguments, out_dtype, inside in (((x, w), None, dtype), ((x, w), "float32", "float32"), ((x, w, bias), None, "float32")):
+        text = str(jax.make_jaxpr(functools.partial(dense, out_dtype=out_dtype))(*arguments))
+        (line,) = [line for line in text.splitlines() if "preferred_element_type" in line]
+        assert f"preferred_element_type={inside}" in line
+    ones = jnp.ones((MANY_TOKENS, 1024), dtype)
+    np.testing.assert_array_equal(wide(dense(ones, ones[:2])), 1024.0)
 
 
 def test_dense_accumulates_in_float32():
