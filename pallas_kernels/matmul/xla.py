@@ -43,6 +43,8 @@ def dense(x: Array, w: Array, bias: Array | None, *, out_dtype: DTypeLike | None
 def residual_dense(x: Array, w: Array, residual: Array, bias: Array | None, *, upcoming: Array | None = None) -> Array:
     """See `pallas_kernels.matmul.residual_dense`; the sum is that of `residual_rms_norm`."""
     out = dense(x, w, bias, out_dtype=None, upcoming=upcoming)
+    if x.shape[0] >= MANY_TOKENS and out.dtype == residual.dtype:
+        return out + residual  # the same number; written so, XLA may have the matmul itself add it
     return (residual.astype(jnp.float32) + out.astype(jnp.float32)).astype(residual.dtype)
 
 

@@ -7,6 +7,7 @@ import pytest
 from pallas_kernels.fused_norm import residual_rms_norm
 from pallas_kernels.gated_activation import gated
 from pallas_kernels.matmul import dense, gated_dense, residual_dense
+from pallas_kernels.matmul.xla import MANY_TOKENS
 
 ROUNDING = {"float32": 2e-7, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
@@ -26,7 +27,7 @@ def wide(x):
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("tokens", [1, 5, 40, MANY_TOKENS])
 def test_residual_dense(draw, tokens, dtype):
     x, w = draw(tokens, 96, dtype=dtype), draw(48, 96, dtype=dtype)
     residual, bias = draw(tokens, 48, dtype=dtype), draw(48, dtype=dtype)
@@ -38,9 +39,10 @@ def test_residual_dense(draw, tokens, dtype):
     assert (np.abs(wide(result) - product - wide(residual)) <= bound).all()
 
 
-def test_residual_dense_is_the_sum_that_the_norm_takes(draw):
+@pytest.mark.parametrize("tokens", [7, MANY_TOKENS])
+def test_residual_dense_is_the_sum_that_the_norm_takes(draw, tokens):
     """Bit for bit: replacing one by the other changes no token."""
-    x, w, residual = (draw(*shape, dtype="bfloat16") for shape in ((7, 96), (48, 96), (7, 48)))
+    x, w, residual = (draw(*shape, dtype="bfloat16") for shape in ((tokens, 96), (48, 96), (tokens, 48)))
     _, total = residual_rms_norm(dense(x, w), residual, jnp.ones(48, jnp.bfloat16), 1e-5)
     np.testing.assert_array_equal(wide(residual_dense(x, w, residual)), wide(total))
 
