@@ -188,7 +188,7 @@ def test_a_deterministic_server_answers_the_same_to_the_bit_in_any_crowd(exact: 
             answer = at_once(exact, [*crowd[:place], {**mine, "cache_salt": salt}, *crowd[place:]])[place]
             assert told(answer) == told(alone), (others, ids, crowd)
             cached.add(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-    assert cached == {0, 64}
+    assert cached >= {0, 64}  # a crowd may leave less of it
 
 
 def test_offsets_count_characters_of_the_prompt_first(served: Served, scripted: Scripted) -> None:
