@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 
 from bench.rows import Rows
-from bench.traffic import TINY, read_lanes
+from bench.traffic import TINY, mixed_lengths, read_lanes
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.llm import LLM
 from llmjax.loadtest import arrivals
 from llmjax.loadtest.driver import drive
 from llmjax.loadtest.measure import Figures, ServiceLevels, measure
 from llmjax.loadtest.target import EngineTarget
-from llmjax.loadtest.workload import Lengths, Synthetic
+from llmjax.loadtest.workload import Synthetic
 from llmjax.model.checkpoint.load import load_model
 from llmjax.sampling_params import SamplingParams
 
@@ -61,10 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     rows = Rows(args.json)
     llm = _llm(args)
-    trace = Synthetic(
-        Lengths(256 / args.scale, 1.0, max(1, 16 // args.scale), 3072 // args.scale),
-        Lengths(128 / args.scale, 0.8, max(1, 8 // args.scale), 1024 // args.scale),
-    )
+    trace = Synthetic(*mixed_lengths(args.scale))
     if "prefill" in args.tables:
         for row in _prefill(llm, args):
             rows.add(**row)

@@ -103,13 +103,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def mixed_trace(scale: int) -> Synthetic:
-    """The documented mixed trace, all lengths divided by `scale`; requests ask for its largest output."""
-    return Synthetic(
-        Lengths(256 / scale, 1.0, 16 // scale, 3072 // scale),
-        Lengths(128 / scale, 0.8, 8 // scale, 1024 // scale),
-        max_tokens=1024 // scale,
+def mixed_lengths(scale: int) -> tuple[Lengths, Lengths]:
+    """Prompts and outputs of the documented mixed trace, divided by `scale`."""
+    return (
+        Lengths(256 / scale, 1.0, max(1, 16 // scale), 3072 // scale),
+        Lengths(128 / scale, 0.8, max(1, 8 // scale), 1024 // scale),
     )
+
+
+def mixed_trace(scale: int) -> Synthetic:
+    """The documented mixed trace; requests ask for its largest output."""
+    return Synthetic(*mixed_lengths(scale), max_tokens=1024 // scale)
 
 
 def read_lanes(text: str, scale: int) -> tuple[LaneConfig, ...]:

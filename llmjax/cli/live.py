@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import urllib.parse
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,6 @@ from llmjax.server.key_file import read_key_file
 
 LARGEST = 20
 """Requests that are shown, those with most pages first."""
-_PATIENCE = 30.0  # seconds
 
 
 def show_memory(url: str, api_key_file: Path | None, *, to_json: bool) -> None:
@@ -65,6 +63,8 @@ def _owners(pages: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _ask(url: str, key: str | None) -> dict[str, Any]:
+    from llmjax.loadtest.http_get import get
+
     try:
         parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
         port, host = parts.port, parts.hostname
@@ -72,17 +72,9 @@ def _ask(url: str, key: str | None) -> dict[str, Any]:
         raise ConfigError(f"{url} is no URL: {error}") from None
     if parts.scheme not in ("http", "https") or host is None or "@" in parts.netloc:
         raise ConfigError("--live takes the URL of a server, such as http://localhost:8000, without a user in it")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(host, port, timeout=_PATIENCE)
     path = parts.path.rstrip("/").removesuffix("/v1") + "/memory"
-    try:
-        connection.request("GET", path, headers={} if key is None else {"authorization": f"Bearer {key}"})
-        answer = connection.getresponse()
-        status, body = answer.status, answer.read()
-    except (OSError, http.client.HTTPException, ValueError) as error:  # the last: of a path that no request may have
-        raise LlmjaxError(f"{url} does not answer ({error}): start the server, or correct the URL") from None
-    finally:
-        connection.close()
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    status, body = get(url, secure=parts.scheme == "https", host=host, port=port, path=path, headers=headers)
     try:
         found = json.loads(body)
     except ValueError:

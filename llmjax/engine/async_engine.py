@@ -210,6 +210,7 @@ class AsyncEngine(EngineClient):
         return await self._call(function)
 
     async def _call[T](self, function: Callable[[], T]) -> T:
+        self._check_not_ended()
         self.start()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -229,9 +230,13 @@ class AsyncEngine(EngineClient):
         self._calls.put(run)
         while not future.done():
             await asyncio.wait((future,), timeout=1.0)
-            if self._ended.is_set() and not future.done():
-                raise EngineError(self._death or "the engine was stopped")
+            if not future.done():
+                self._check_not_ended()
         return future.result()
+
+    def _check_not_ended(self) -> None:
+        if self._ended.is_set():
+            raise EngineError(self._death or "the engine was stopped")
 
     async def update_params(self, params: Any) -> None:
         """See `Engine.update_params`."""
@@ -241,16 +246,12 @@ class AsyncEngine(EngineClient):
         """See `EngineClient`."""
         from llmjax.engine.engine_view import picture_json, read_engine, take_picture  # needs numpy, which an HTTP worker lacks
 
-        if self._ended.is_set():
-            raise EngineError(self._death or "the engine was stopped")
         engine = self._engine
         picture = await self._call(lambda: take_picture(engine))
         return await asyncio.to_thread(lambda: picture_json(picture, read_engine(engine)))
 
     async def memory_map(self) -> dict[str, Any]:
         """See `EngineClient`."""
-        if self._ended.is_set():
-            raise EngineError(self._death or "the engine was stopped")
         found = await self._call(self._engine.memory_map)
         return await asyncio.to_thread(found.to_json)
 

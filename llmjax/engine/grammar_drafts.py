@@ -47,13 +47,15 @@ def draft_forms(compiler: GrammarCompiler, forms: Sequence[FormToDraft], *, shor
     while drafting:
         tried: list[tuple[int, int, GrammarMatcher]] = []
         for index in drafting:
-            form, drafts = forms[index], made[index].drafts
-            token = matchers[index].only_token() if len(drafts) < form.most else None
-            if token is None and len(drafts) < form.most:
-                token = form.lookup.next(drafts, shortest=shortest, longest=longest)
-            if token is None or not matchers[index].allows(token):
+            form, drafts, matcher = forms[index], made[index].drafts, matchers[index]
+            if len(drafts) == form.most:
                 continue
-            ahead = matchers[index] if drafts else form.matcher.copy()
+            token = matcher.only_token()
+            if token is None:
+                token = form.lookup.next(drafts, shortest=shortest, longest=longest)
+            if token is None or not matcher.allows(token):
+                continue
+            ahead = matcher if drafts else matcher.copy()
             if ahead.take(token):
                 tried.append((index, token, ahead))
         compiler.fill([ahead for _, _, ahead in tried])

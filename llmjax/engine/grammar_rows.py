@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from llmjax.engine.grammar import GrammarCompiler, GrammarMatcher
-from llmjax.engine.grammar_drafts import FormDrafts, FormToDraft, draft_forms
+from llmjax.engine.grammar_drafts import FormToDraft, draft_forms
 from llmjax.engine.output_processor import LiveRequest
 from llmjax.engine.row_masks import RowMasks
 from llmjax.scheduling.request import Request, ScheduledBatch
@@ -33,7 +33,7 @@ def launch_masks(
         FormToDraft(matcher, owners[row.request].lookup(row.request), row.drafts)
         for row, matcher in zip(rows, matchers, strict=True)
     ]
-    made: list[FormDrafts] = draft_forms(compiler, forms, shortest=speculative.ngram_min, longest=speculative.ngram_max)
+    made = draft_forms(compiler, forms, shortest=speculative.ngram_min, longest=speculative.ngram_max)
     return [RowMasks(row.row, one.allowed, one.drafts, row.request.num_tokens) for row, one in zip(rows, made, strict=True)]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import http.client
 import itertools
 import json
 import ssl
@@ -20,9 +19,10 @@ from typing import Any, Literal
 
 import h11
 
-from llmjax.errors import ConfigError, LlmjaxError
+from llmjax.errors import ConfigError
 from llmjax.loadtest.event_stream import StreamedAnswer, error_message
 from llmjax.loadtest.http_exchange import Exchange
+from llmjax.loadtest.http_get import get
 from llmjax.loadtest.target import Gauge, TokenEvent, TrafficRequest
 
 _LOOK = 1.0  # seconds after which silent servers are looked for
@@ -298,16 +298,8 @@ def find_model(server: ServerAddress) -> ServedModel:
     """Ask a server what it serves. Raises `ConfigError` when it cannot be reached, is no such server or lacks the model."""
     place = _split(server.url)
     path = f"{place.path}/models"
-    kind = http.client.HTTPSConnection if place.secure else http.client.HTTPConnection
-    connection = kind(place.host, place.port, timeout=30)
-    try:
-        connection.request("GET", path, headers=dict(_headers(server)))
-        answer = connection.getresponse()
-        status, body = answer.status, answer.read()
-    except (OSError, http.client.HTTPException, ValueError) as error:  # the last: of a path that no request may have
-        raise LlmjaxError(f"{server.url} does not answer ({error}): start the server, or correct the URL") from None
-    finally:
-        connection.close()
+    headers = dict(_headers(server))
+    status, body = get(server.url, secure=place.secure, host=place.host, port=place.port, path=path, headers=headers)
     try:
         found = json.loads(body)
         if status != 200:

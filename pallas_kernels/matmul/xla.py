@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _FEW_TOKENS = range(2, 33)
 
 MANY_TOKENS = 512
-"""From so many on a product is rounded by the matmul itself. On a GPU one in float32 that is rounded afterwards is written, and
-read by what follows, at twice the size. Of fewer tokens a matmul may add partial sums, and these are to be float32."""
+"""From so many on a product is rounded by the matmul itself. On a GPU one in float32 that is rounded afterwards may be written,
+and read by what follows, at twice the size. Of fewer tokens a matmul may add partial sums, and these are to be float32."""
 
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
