@@ -6,8 +6,10 @@ Owns the probes and the measure of an error. Drivers and compilers have given wr
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -82,28 +84,74 @@ def check(probes: Sequence[Probe] | None = None) -> list[str]:
     """Compare every implementation that the tuning table of this device names, in its default configuration, with its
     reference; returns what was compared. (`bench.kernels --tune` compares each configuration before it enters the table.)
 
-    Probes default to those of all operations. Each compiles a small program.
+    Probes default to those of all operations. The device compiles one small program for each, side by side; numbers and
+    reference are the host's own where JAX has a CPU beside the device: compiling them for a GPU takes ten times as long, and a
+    compiler that is wrong there would be asked about itself.
     Raises WrongNumbers for the first that is wrong; the message has the seed of its numbers.
     """
-    compared = []
     seed = int(np.random.SeedSequence().generate_state(1)[0])
-    for operation, make, result in PROBES if probes is None else probes:
-        for name in sorted({entry["implementation"] for entry in tuning.entries(operation.name)} - {REFERENCE}):
-            call = make(np.random.default_rng(seed))
-            if not serves(operation.implementations[name], call):  # another probe of the operation is for it
-                continue
-            got = result(operation(*call.args, implementation=name, **call.kwargs))
-            error = float(worst_error(got, result(reference(operation, call))))
-            if not error <= TOLERANCE:
-                size = f"{error:.2g} of itself or of a token's root mean square"
-                if math.isinf(error):
-                    size = "NaN, infinity, or something where zeros must be"
-                raise WrongNumbers(
-                    f"{operation.name}: {name} differs from {REFERENCE} by {size} (allowed {TOLERANCE}) "
-                    f"for {_shapes(call)}, seed {seed}"
-                )
-            compared.append(f"{operation.name}/{name}")
-    return compared
+    device, host = _device(), _host()
+    pairs = [
+        (probe, name)
+        for probe in (PROBES if probes is None else probes)
+        for name in sorted({entry["implementation"] for entry in tuning.entries(probe.operation.name)} - {REFERENCE})
+    ]
+    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), thread_name_prefix="check") as threads:
+        compared = list(threads.map(lambda pair: _compare(*pair, seed, device, host), pairs))
+    return [name for name in compared if name is not None]
+
+
+def _compare(probe: Probe, name: str, seed: int, device: jax.Device, host: jax.Device) -> str | None:
+    """What was compared; None where another probe of the operation is for this implementation."""
+    operation, make, result = probe
+    with jax.default_device(host):
+        call = make(np.random.default_rng(seed))
+    with jax.default_device(device):  # what an implementation serves depends on the device
+        if not serves(operation.implementations[name], call):
+            return None
+        got = _run(lambda call: result(operation(*call.args, implementation=name, **call.kwargs)), call, device)
+    with jax.default_device(host):
+        expected = _run(lambda call: result(reference(operation, call)), call, host)
+        error = float(worst_error(jax.device_put(got, host), expected))
+    if not error <= TOLERANCE:
+        size = f"{error:.2g} of itself or of a token's root mean square"
+        if math.isinf(error):
+            size = "NaN, infinity, or something where zeros must be"
+        raise WrongNumbers(
+            f"{operation.name}: {name} differs from {REFERENCE} by {size} (allowed {TOLERANCE}) for {_shapes(call)}, seed {seed}"
+        )
+    return f"{operation.name}/{name}"
+
+
+def _run(function: Callable[[Call], Any], call: Call, device: jax.Device) -> Any:
+    program, arrays = as_program(function, call)
+    return jax.jit(program)(jax.device_put(arrays, device))
+
+
+def as_program(function: Callable[[Call], Any], call: Call) -> tuple[Callable[[list[Array]], Any], list[Array]]:
+    """`function` of `call` as one of the call's arrays alone, to be traced, and these arrays."""
+    leaves, tree = jax.tree.flatten(call)
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+    def program(arrays: list[Array]) -> Any:
+        given = dict(zip(places, arrays, strict=True))
+        return function(jax.tree.unflatten(tree, [given.get(index, leaf) for index, leaf in enumerate(leaves)]))
+
+    return program, [leaves[index] for index in places]
+
+
+def _device() -> jax.Device:
+    """The one that computes here by default."""
+    chosen = jax.config.jax_default_device
+    return chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
+
+
+def _host() -> jax.Device:
+    """A CPU, or where JAX was told to have none, the default device."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return _device()
 
 
 def serves(implementation: Implementation, call: Call) -> bool:

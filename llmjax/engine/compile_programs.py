@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import importlib
 import logging
 import os
 import time
@@ -60,6 +61,9 @@ class Program:
         lowered = "from the store" if self.source == "store" else f"lowered in {self.lower_seconds:.2f} s"
         return f"{self.name}: {lowered}, compiled in {self.compile_seconds:.2f} s"
 
+
+Compiling = concurrent.futures.Future[tuple[Any, Program]]
+"""Gives an executable, and what to tell of it."""
 
 CATCH_UP_TOKENS = 256
 """Tokens of a launch that fills a draft model's cache, about: few rows have holes, and these are short or of any length."""
@@ -292,17 +296,20 @@ def compile_programs(
         start_pool: gives processes that lower; called only if there is anything to lower. Without any, and for what they cannot
             lower, it is done in this process.
     """
-    keys, counter = wanted(shapes.engine_config), CompileCounter()
-    threads = concurrent.futures.ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1), thread_name_prefix="compile")
-    with threads:
-        compiling: dict[Key, concurrent.futures.Future[tuple[Any, Program]]] = {}
+    keys, counter, on_gpu = wanted(shapes.engine_config), CompileCounter(), platform() == "cuda"
+    if on_gpu:
+        importlib.import_module("jax.experimental.mosaic.gpu")  # sets what links kernels that others lowered or compiled
+    # On a GPU half of the programs wait for others.
+    workers = len(keys) if on_gpu else min(len(keys), os.cpu_count() or 1)
+    with concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="compile") as threads:
+        compiling: dict[Key, Compiling] = {}
         if store is not None:
             with timeline.phase("load programs"):
                 for key in keys:
                     if (stored := store.load(shapes.identity(key))) is not None:
                         lowered = lower_exported(stored, key, model, shapes)
                         compiling[key] = threads.submit(_compile, key, lowered, 0.0, "store", timeline)
-        missing = [key for key in keys if key not in compiling]
+        missing = sorted((key for key in keys if key not in compiling), key=lambda key: one_step(key) is not None)
         pool = start_pool() if missing else None
         waiting = {} if pool is None else {key: pool.submit(key, shapes) for key in missing}
         for key in missing:
@@ -310,7 +317,9 @@ def compile_programs(
             start = time.perf_counter()
             lowered = _lower_and_store(key, model, shapes, waiting.get(key), store)
             timeline.add("lower", start, end := time.perf_counter())
-            compiling[key] = threads.submit(_compile, key, lowered, end - start, "lowered", timeline)
+            one = one_step(key)
+            first = compiling.get(one) if on_gpu and one is not None else None
+            compiling[key] = threads.submit(_compile, key, lowered, end - start, "lowered", timeline, first)
         made = {key: compiling[key].result() for key in keys}
     programs = [program for _, program in made.values()]
     log.info("%d compilations meanwhile, loading included; JAX's cache had %d of them", counter.count, counter.hits)
@@ -345,7 +354,21 @@ def _lower_and_store(
     return lower_exported(exported, key, model, shapes)
 
 
-def _compile(key: Key, lowered: jax.stages.Lowered, lower_seconds: float, source: str, timeline: Timeline) -> tuple[Any, Program]:
+def one_step(key: Key) -> Key | None:
+    """The program of one decode step for that of several: they have the same kernels and matmuls. None for others.
+
+    Once it is compiled, XLA and Mosaic have in this process what they found out about these, and need not do so twice.
+    """
+    kind, size, steps = key
+    return ("decode", size, 1) if kind == "decode" and steps > 1 else None
+
+
+def _compile(
+    key: Key, lowered: jax.stages.Lowered, lower_seconds: float, source: str, timeline: Timeline, first: Compiling | None = None
+) -> tuple[Any, Program]:
+    """Compile, after `first` where there is one."""
+    if first is not None:
+        concurrent.futures.wait([first])
     start = time.perf_counter()
     executable = lowered.compile()
     timeline.add("compile", start, end := time.perf_counter())

@@ -1,7 +1,8 @@
 """What an engine needs of the device's memory, and how many pages that leaves for the pool.
 
 One function, `plan_memory`, makes the plan; an engine allocates by it, and `llmjax doctor --memory` prints it before anything is
-loaded. Temporaries are what compiled programs say they need, and compiling needs only shapes. Owns nothing on the device.
+loaded. What programs need beside their arguments is expected before they are compiled, and known from them afterwards. Owns
+nothing on the device.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from llmjax.engine.compile_programs import DraftShapes, Key, Shapes, draft_lengths, lower, temp_bytes
-from llmjax.engine.compile_store import ProgramStore
 from llmjax.engine.config import ResolvedConfig
 from llmjax.errors import ConfigError, OutOfMemoryError
 from llmjax.model.kv_cache import bytes_beside_pages, cache_bytes_per_page
@@ -52,8 +54,8 @@ class MemoryPlan:
         page_bytes: of one page over all layers, keys and values; with a draft model over its layers too.
         num_pages: pages a layer, the null page included.
         page_size, max_sequences, max_context: sizes of the engine, in tokens and rows.
-        temporaries_from: how `temporaries` is known: "probe" (reckoned from compiled programs of a few layers),
-            "compiled" (the programs themselves), or "" (not known).
+        temporaries_from: how `temporaries` is known: "expected" (of the shapes), "probe" (reckoned from compiled programs of a
+            few layers), "compiled" (the programs themselves), or "" (not known).
     """
 
     limit: int | None
@@ -67,7 +69,7 @@ class MemoryPlan:
     page_size: int
     max_sequences: int
     max_context: int
-    temporaries_from: Literal["probe", "compiled", ""]
+    temporaries_from: Literal["expected", "probe", "compiled", ""]
 
     @property
     def pool(self) -> int:
@@ -96,7 +98,12 @@ class MemoryPlan:
 
     def lines(self) -> list[tuple[str, str]]:
         """The plan as lines of two columns, for people."""
-        known = {"probe": "reckoned from compiled programs of 2 and 3 layers", "compiled": "of the compiled programs", "": ""}
+        known = {
+            "expected": "at most, by the shapes",
+            "probe": "reckoned from compiled programs of 2 and 3 layers",
+            "compiled": "of the compiled programs",
+            "": "",
+        }
         notes = {
             "temporaries": known[self.temporaries_from],
             "weights": "of their shapes",
@@ -111,6 +118,11 @@ class MemoryPlan:
         lines.append(("rows", f"{self.max_sequences:,}, {self.full_rows:,.1f} of them at {self.max_context:,} tokens"))
         limit = "; the device does not tell what it has" if self.limit is None else f" of {_mib(self.limit)}"
         return [*lines, ("in all", _mib(self.total + self.reserve) + limit)]
+
+    def leaves_room_for(self, temporaries: int) -> bool:
+        """Whether programs that need so much fit beside the rest without the reserve, or the plan has counted on as much."""
+        fits = self.limit is None or self.held + temporaries + self.reserve <= self.limit
+        return fits or temporaries <= (self.temporaries or 0)
 
     def with_temporaries(self, temporaries: int, source: Literal["probe", "compiled"]) -> MemoryPlan:
         """The same with what programs were found to need. Raises `OutOfMemoryError` when it is more than there is."""
@@ -172,11 +184,11 @@ def plan_memory(
     params: Any,
     engine_config: ResolvedConfig,
     device: DeviceMemory | None,
-    store: ProgramStore | None,
     *,
+    temporaries: int | None = None,
     draft: DraftShapes | None = None,
 ) -> MemoryPlan:
-    """The plan of an engine. Allocates nothing; compiles what `measure_temporaries` does where the pool's size depends on it.
+    """The plan of an engine. Allocates nothing, and compiles nothing but another's model.
 
     With `kv_cache_bytes` as many pages as fit into it. Else `kv_cache_fraction` of what the device has left after everything
     that is on it, the weights, the state and the temporaries; on a CPU, which tells nothing, enough for every row at full
@@ -184,7 +196,7 @@ def plan_memory(
 
     Args:
         params: the parameters' shapes and dtypes; `device.in_use` must not count them.
-        store: where the temporaries of an earlier start are noted.
+        temporaries: bytes to count on for them where the pool's size depends on it; by default `expected_temporaries`.
         draft: the draft model's shapes; a page of the pool is one of its cache too.
 
     Raises:
@@ -229,7 +241,8 @@ def plan_memory(
         if pages < 2:
             raise OutOfMemoryError(f"{_too_few(pages, page_bytes)}: set the cache's memory")
         return dataclasses.replace(plan, num_pages=pages)
-    temporaries, source = measure_temporaries(model, shapes, store)
+    source: Literal["expected", "compiled"] = "expected" if temporaries is None else "compiled"
+    temporaries = expected_temporaries(model, shapes) if temporaries is None else temporaries
     left = device.limit - plan.in_use - plan.weights - plan.state - temporaries - plan.reserve
     pages = int(max(left, 0) * engine_config.kv_cache_fraction) // page_bytes
     if pages > PAGE_STEP:
@@ -252,18 +265,41 @@ def _too_few(pages: int, page_bytes: int) -> str:
     return f"the KV cache has room for {max(pages, 0)} pages of {size}, it needs at least 2 (one is the null page)"
 
 
-def measure_temporaries(model: Model, shapes: Shapes, store: ProgramStore | None) -> tuple[int, Literal["probe", "compiled"]]:
-    """Bytes that the largest program needs beside its arguments, and how that is known.
+def expected_temporaries(model: Model, shapes: Shapes) -> int:
+    """Bytes that the largest program will hardly exceed beside its arguments, before any is compiled.
 
-    They do not depend on the pool, so it is compiled with a tiny one: the pool's size would else depend on itself. Those of the
-    shared decoder grow evenly with its layers, so for it programs of a few layers are compiled, in a tenth of the time.
+    They do not depend on the pool, but the pool's size depends on them, and compiled programs on the pool's. Of the shared
+    decoder: what a layer makes of a launch's tokens, and the logits twice; the 8B's programs needed 0.75 of it. Whoever compiles
+    the programs knows better and asks `MemoryPlan.leaves_room_for`. Another's model is compiled with a tiny pool.
+    """
+    if not is_shared_decoder(model):
+        return measure_temporaries(model, shapes)[0]
+    config = shapes.engine_config
+    tokens = config.token_buckets[-1]
+    logits = max(config.row_buckets[-1], min(tokens, config.max_sequences))  # rows of them that one launch samples from
+    if config.speculative is not None:
+        logits = max(logits, config.speculate_row_buckets[-1] * (1 + draft_lengths(config)[-1]))
+    decoders: list[Any] = [shapes.config, *([] if shapes.draft is None else [shapes.draft.config])]  # `ModelConfig`s
+    expected = 0
+    for decoder in decoders:
+        heads = (decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_dim
+        width = 6 * decoder.hidden_size + heads + 2 * decoder.mlp_size
+        expected += tokens * width * jnp.dtype(decoder.dtype).itemsize
+        expected += 2 * logits * decoder.vocab_size * np.dtype(np.float32).itemsize
+    return expected
+
+
+def measure_temporaries(model: Model, shapes: Shapes) -> tuple[int, Literal["probe", "compiled"]]:
+    """Bytes that the largest program needs beside its arguments, found by compiling, and how.
+
+    They do not depend on the pool, so it is compiled with a tiny one. Those of the shared decoder grow evenly with its layers, so
+    for it programs of a few layers are compiled, in a tenth of the time.
     """
     keys, shapes = _largest(shapes.engine_config), dataclasses.replace(shapes, num_pages=2)
     layers = shapes.config.num_layers
     if not is_shared_decoder(model) or layers <= max(PROBE_LAYERS):
-        return max(_temporaries(model, [(key, shapes) for key in keys], store)), "compiled"
-    probes = [(key, _with_layers(shapes, count)) for key in keys for count in PROBE_LAYERS]
-    measured = _temporaries(model, probes, store)
+        return max(_temporaries(model, [(key, shapes) for key in keys])), "compiled"
+    measured = _temporaries(model, [(key, _with_layers(shapes, count)) for key in keys for count in PROBE_LAYERS])
     few, more = PROBE_LAYERS
     reckoned = [
         first + (layers - few) * max(second - first, 0) // (more - few)
@@ -290,18 +326,8 @@ def _with_layers(shapes: Shapes, count: int) -> Shapes:
     return dataclasses.replace(shapes, config=config, params=params)
 
 
-def _temporaries(model: Model, programs: list[tuple[Key, Shapes]], store: ProgramStore | None) -> list[int]:
+def _temporaries(model: Model, programs: list[tuple[Key, Shapes]]) -> list[int]:
     """Temporaries and outputs that are no donated argument, of each program."""
-    known: list[Any] = [None if store is None else store.recall(shapes.identity(key)) for key, shapes in programs]
     with ThreadPoolExecutor(max(len(programs), 1), thread_name_prefix="probe") as threads:
-        compiling = {
-            index: threads.submit(lower(key, model, shapes).compile)
-            for index, (key, shapes) in enumerate(programs)
-            if known[index] is None
-        }
-        for index, future in compiling.items():
-            known[index] = temp_bytes(future.result())
-            if store is not None:
-                key, shapes = programs[index]
-                store.note(shapes.identity(key), known[index])
-    return known
+        compiling = [threads.submit(lower(key, model, shapes).compile) for key, shapes in programs]
+        return [temp_bytes(future.result()) for future in compiling]

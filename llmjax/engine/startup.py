@@ -73,17 +73,27 @@ def start_runner(
     with contextlib.ExitStack() as stack, given_up_on_failure(params, draft_params):
         start_pool = functools.cache(functools.partial(_start_pool, ours, engine_config, stack))
         if store is None or store.recall(sizes.identity(("all", 0, 0))) is None:
-            start_pool()  # nothing is compiled: JAX is imported there while the memory is planned here
+            start_pool()  # nothing is compiled: JAX is imported there while it is loaded and the memory is planned here
+        exceeded = sizes.identity(("temporaries", engine_config.token_buckets[-1], engine_config.row_buckets[-1]))
         with timeline.phase("plan memory"):
-            device = _memory_of_others(params, draft_params)
-            plan = plan_memory(model, config, shapes, engine_config, device, store, draft=drafts)
-        sizes = dataclasses.replace(sizes, num_pages=plan.num_pages)
+            make_plan = functools.partial(
+                plan_memory, model, config, shapes, engine_config, _memory_of_others(params, draft_params), draft=drafts
+            )
+            plan = make_plan(temporaries=None if store is None else store.recall(exceeded))
         checking = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="check"))
         checked = checking.submit(_check_kernels, store, timeline, jax.config.jax_default_device)
-        executables, programs = compile_programs(model, sizes, timeline=timeline, store=store, start_pool=start_pool)
+        compile_for = functools.partial(compile_programs, model, timeline=timeline, store=store, start_pool=start_pool)
+        executables, programs = compile_for(dataclasses.replace(sizes, num_pages=plan.num_pages))
+        needed = max(program.temp_bytes for program in programs)
+        if plan.temporaries is not None and not plan.leaves_room_for(needed):
+            log.info("programs need %.0f MiB beside their arguments: planned and compiled again", needed / MIB)
+            plan = make_plan(temporaries=needed)
+            executables, programs = compile_for(dataclasses.replace(sizes, num_pages=plan.num_pages))
+            if store is not None:
+                store.note(exceeded, needed)
         checked.result()
         if store is not None:
-            store.note(dataclasses.replace(sizes, num_pages=0).identity(("all", 0, 0)), [program.name for program in programs])
+            store.note(sizes.identity(("all", 0, 0)), [program.name for program in programs])
     plan = plan.with_temporaries(max(program.temp_bytes for program in programs), "compiled")
     with tell_out_of_memory(plan):
         params, draft_params = _awaited(params, timeline), _awaited(draft_params, timeline)

@@ -120,7 +120,10 @@ def _plan_engine(section: Any, shape: Any, draft: Any, device: DeviceMemory | No
     config = section.engine_config().resolved(gpu=is_gpu(), model_max_context=shape.max_positions)
     model, params = get_model(shape.family), param_structs(shape)
     drafts = None if draft is None else DraftShapes(draft, param_structs(draft))
-    made = plan_memory(model, shape, params, config, device, store=None, draft=drafts)
-    if made.temporaries is None and device is not None:  # the pool does not depend on them, but whether all of it fits does
-        made = made.with_temporaries(*measure_temporaries(model, Shapes(shape, params, config, made.num_pages, drafts), None))
-    return made
+    made = plan_memory(model, shape, params, config, device, draft=drafts)
+    if device is None:
+        return made
+    needed, source = measure_temporaries(model, Shapes(shape, params, config, made.num_pages, drafts))
+    if made.temporaries is not None and not made.leaves_room_for(needed):
+        made = plan_memory(model, shape, params, config, device, temporaries=needed, draft=drafts)
+    return made.with_temporaries(needed, source)

@@ -14,7 +14,7 @@ from scripted_model import CONTEXT, Scripted, ScriptedConfig
 from tiny_models import CONFIGS, random_params
 
 from llmjax.engine import memory, runner, startup
-from llmjax.engine.compile_programs import Shapes
+from llmjax.engine.compile_programs import Shapes, compile_programs
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.engine import Engine
 from llmjax.engine.memory import MIB, PAGE_STEP, DeviceMemory, MemoryPlan, plan_memory
@@ -31,13 +31,13 @@ LLAMA = preset_config("llama-8b")
 @pytest.fixture
 def known_temporaries(monkeypatch: pytest.MonkeyPatch) -> int:
     """No compiling: the arithmetic alone is looked at."""
-    monkeypatch.setattr(memory, "measure_temporaries", lambda *_: (3 * GIB, "probe"))
+    monkeypatch.setattr(memory, "expected_temporaries", lambda *_: 3 * GIB)
     return 3 * GIB
 
 
 def plan_8b(device: DeviceMemory | None, **options: Any) -> MemoryPlan:
     config = EngineConfig(**options).resolved(gpu=True, model_max_context=LLAMA.max_positions)
-    return plan_memory(get_model("llama"), LLAMA, param_structs(LLAMA), config, device, None)
+    return plan_memory(get_model("llama"), LLAMA, param_structs(LLAMA), config, device)
 
 
 def test_the_pool_gets_what_is_left(known_temporaries: int) -> None:
@@ -50,7 +50,7 @@ def test_the_pool_gets_what_is_left(known_temporaries: int) -> None:
     assert 0 <= int(left * 0.9) - plan.pool < PAGE_STEP * plan.page_bytes
     assert plan.total == taken + plan.weights + plan.state + known_temporaries + plan.pool
     assert plan.total + plan.reserve <= limit
-    assert (plan.tokens, plan.temporaries_from) == ((plan.num_pages - 1) * 16, "probe")
+    assert (plan.tokens, plan.temporaries_from) == ((plan.num_pages - 1) * 16, "expected")
     slightly_more = plan_8b(DeviceMemory(limit, taken + 1000), **options)  # the same shapes, so the same compiled programs
     assert slightly_more.num_pages in (plan.num_pages, plan.num_pages - PAGE_STEP)
     small = plan_8b(DeviceMemory(limit, taken), max_sequences=4, max_context=256)
@@ -92,8 +92,8 @@ OPTIONS: dict[str, Any] = {
 def test_temporaries_reckoned_from_a_few_layers_are_those_of_all() -> None:
     config = EngineConfig(**OPTIONS).resolved(gpu=False, model_max_context=512)
     shapes = Shapes(TINY, param_structs(TINY), config, 2)
-    reckoned, source = memory.measure_temporaries(get_model("llama"), shapes, None)
-    compiled = memory._temporaries(get_model("llama"), [(key, shapes) for key in memory._largest(config)], None)
+    reckoned, source = memory.measure_temporaries(get_model("llama"), shapes)
+    compiled = memory._temporaries(get_model("llama"), [(key, shapes) for key in memory._largest(config)])
     assert source == "probe"
     assert reckoned == pytest.approx(max(compiled), rel=0.03)
 
@@ -146,6 +146,48 @@ def test_the_doctors_plan_is_the_engines(device: DeviceMemory, tmp_path: Path) -
     cache = engine.runner._cache
     assert cache.k.nbytes + cache.v.nbytes == engine.memory.pool
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner._state)) == engine.memory.state
+
+
+def test_what_the_shapes_let_expect_was_enough_on_a_card() -> None:
+    """Bytes that compiled programs of the 8B needed on an H200, by rows and tokens of a launch; and not twice as much."""
+    for rows, tokens, needed in ((64, 2048, 217.4), (128, 2048, 270.9)):
+        config = EngineConfig(max_sequences=rows, max_tokens_per_step=tokens).resolved(gpu=True, model_max_context=4096)
+        expected = memory.expected_temporaries(get_model("llama"), Shapes(LLAMA, param_structs(LLAMA), config, 2))
+        assert needed < expected / MIB < 1.5 * needed
+
+
+def test_programs_that_need_more_than_expected_are_planned_and_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where they would touch the reserve; and the next start knows, so that its programs are those of the store."""
+    options = OPTIONS | {"max_context": 512, "compile_cache": str(tmp_path)}
+    resolved = EngineConfig(**options).resolved(gpu=False, model_max_context=512)
+    roomy = plan_memory(get_model("llama"), TINY, param_structs(TINY), resolved, DeviceMemory(GIB * 10, 0))
+    device = DeviceMemory(roomy.total - roomy.pool + roomy.reserve + MIB, 0)  # 1 MiB for a pool that could have 1.3
+    for place in (memory, startup):
+        monkeypatch.setattr(place, "device_memory", lambda: dataclasses.replace(device, in_use=roomy.weights))
+    made: list[MemoryPlan] = []
+    compiled: list[int] = []
+    needed = (roomy.temporaries or 0) + MIB // 2
+
+    def plan(*args: Any, **options: Any) -> MemoryPlan:
+        made.append(plan_memory(*args, **options))
+        return made[-1]
+
+    def hungry(model: Any, shapes: Shapes, **options: Any) -> Any:
+        executables, programs = compile_programs(model, shapes, **options)
+        compiled.append(shapes.num_pages)
+        return executables, [dataclasses.replace(program, temp_bytes=needed) for program in programs]
+
+    monkeypatch.setattr(startup, "plan_memory", plan)
+    monkeypatch.setattr(startup, "compile_programs", hungry)
+    for _ in range(2):
+        engine = Engine(TINY, random_params(TINY), None, EngineConfig(**options))
+        assert (engine.memory.temporaries, engine.memory.temporaries_from) == (needed, "compiled")
+        assert engine.memory.total + engine.memory.reserve <= device.limit
+    assert [one.temporaries for one in made] == [roomy.temporaries, needed, needed]
+    assert compiled == [one.num_pages for one in made]
+    assert compiled[0] > compiled[1] == compiled[2]
 
 
 def test_running_out_of_memory_at_the_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,7 +221,7 @@ def test_the_memory_plan_counts_draft_history_and_masks() -> None:
     def plan(method: str | None, draft: DraftShapes | None = None) -> MemoryPlan:
         speculative = None if method is None else SpeculationConfig(method=method)  # type: ignore[arg-type]
         resolved = options(speculative=speculative).resolved(gpu=False, model_max_context=512)
-        return plan_memory(model, CONFIG, target, resolved, None, None, draft=draft)
+        return plan_memory(model, CONFIG, target, resolved, None, draft=draft)
 
     plain, ngram, both = plan(None), plan("ngram"), plan("draft", draft)
     more = 4 * 5 * (96 + 3 * num_mask_words(CONFIG.vocab_size))  # int32, five rows of a full context and three masks more

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fake_checkpoints import random_weights, tiny_config, write_hf
 from tiny_models import CONFIGS, naive_greedy, random_params
 
 from llmjax.engine import compile_pool, startup
+from llmjax.engine import compile_programs as compile_programs_module
 from llmjax.engine.compile_pool import LoweringFailed, LoweringPool, useful_workers
 from llmjax.engine.compile_programs import Shapes, abstract, compile_programs, export, lower, lower_exported, step_function
 from llmjax.engine.compile_worker import Target, _export
@@ -32,6 +34,7 @@ from llmjax.model.checkpoint.presets import preset_config
 from llmjax.model.layers import abstract_params
 from llmjax.model.registry import get_model
 from llmjax.sampling_params import SamplingParams
+from llmjax.telemetry.startup import Timeline
 
 CONFIG = CONFIGS["llama"]
 OPTIONS: dict[str, Any] = {
@@ -194,7 +197,6 @@ def test_another_process_lowers_for_the_card(key: tuple[str, int, int]) -> None:
 
 def test_kernels_are_compared_once_for_each_device_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from llmjax.engine.compile_store import ProgramStore
-    from llmjax.telemetry.startup import Timeline
 
     calls: list[int] = []
 
@@ -237,3 +239,49 @@ def test_b79_a_second_process_takes_everything_from_the_store(tmp_path: Path) ->
     assert (warm["from_store"], warm["lowered"]) == (warm["programs"], 0)
     assert "lower" not in warm["phases"]
     assert warm["pages"] == cold["pages"]
+
+
+_ON_A_GPU = """
+import sys, types
+import jax
+from llmjax.engine import compile_programs
+from llmjax.telemetry.startup import Timeline
+compile_programs.wanted = lambda config: [("reset", 8, 1)]
+compile_programs.lower = lambda *_: jax.jit(lambda: 0).lower()
+for platform, loaded in (("cpu", False), ("cuda", True)):
+    compile_programs.platform = lambda: platform
+    compile_programs.compile_programs(None, types.SimpleNamespace(engine_config=None), timeline=Timeline())
+    assert ("jax.experimental.mosaic.gpu" in sys.modules) is loaded
+"""
+
+
+def test_kernels_that_others_lowered_can_be_linked_on_a_gpu() -> None:
+    """Their runtime is found by what importing Mosaic sets, and a process that lowers nothing itself would not import it."""
+    done = subprocess.run([sys.executable, "-c", _ON_A_GPU], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_on_a_gpu_a_program_of_several_steps_is_compiled_after_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the same kernels and matmuls: compiled side by side each would be made twice."""
+    many = shapes(decode_steps=4, row_buckets=(1, 2))
+    done: dict[str, tuple[float, float]] = {}
+
+    class Slow:
+        def __init__(self, key: Any) -> None:
+            self.key = key
+
+        def compile(self) -> Any:
+            start = time.perf_counter()
+            time.sleep(0.05)
+            done[compile_programs_module.name(self.key)] = (start, time.perf_counter())
+            return jax.jit(lambda: 0).lower().compile()
+
+    monkeypatch.setattr(compile_programs_module, "platform", lambda: "cuda")
+    monkeypatch.setattr(compile_programs_module, "lower", lambda key, model, sizes: Slow(key))
+    executables, programs = compile_programs(get_model("llama"), many, timeline=Timeline())
+    assert [program.name for program in programs] == [compile_programs_module.name(key) for key in executables]
+    for rows in ("1 rows", "2 rows"):
+        one, several = (
+            next(done[n] for n in done if n.startswith(f"decode {rows}") and ("steps" in n) is s) for s in (False, True)
+        )
+        assert one[1] <= several[0]

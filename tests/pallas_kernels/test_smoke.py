@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,7 +109,9 @@ def test_probes_are_calls_their_operation_serves(probe: Probe) -> None:
     again = probe.make(np.random.default_rng())
     assert not np.array_equal(call.args[0], again.args[0])  # fresh numbers each time
     got = probe.result(probe.operation(*call.args, implementation=REFERENCE, **call.kwargs))
-    expected = probe.result(smoke.reference(probe.operation, call))
+    program, arrays = smoke.as_program(lambda call: probe.result(smoke.reference(probe.operation, call)), call)
+    expected = jax.jit(program)(arrays)
+    assert jax.tree.leaves(expected)[0].shape == jax.tree.leaves(got)[0].shape
     error = float(worst_error(got, expected))
     assert 0 < error <= TOLERANCE
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(expected))
@@ -126,6 +130,52 @@ def test_each_kernel_that_may_be_chosen_has_a_probe_it_can_compile() -> None:
     assert lowered == choosable
 
 
+def test_one_wrong_kernel_among_many_is_found_whichever_comes_first(card: Path) -> None:
+    name_in_table(card, "kernel")
+    right, wrong = (
+        Probe(operation_with(lambda x, *, by, config=None: x * by), make),
+        Probe(operation_with(lambda x, *, by, config=None: x), make),
+    )
+    assert smoke.check([right] * 9) == ["scaled/kernel"] * 9
+    for place in range(4):
+        with pytest.raises(WrongNumbers):
+            smoke.check([*[right] * place, wrong, *[right] * (3 - place)])
+
+
+_TWO_DEVICES = """
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+import jax.numpy as jnp
+from pallas_kernels import smoke, tuning
+from pallas_kernels.dispatch import Operation
+host, device = jax.devices()
+smoke._device, tuning.target = lambda: device, lambda: "Card"
+tuning.entries = lambda name: [{"implementation": "kernel"}]
+seen = {}
+
+def noted(name, function):
+    def call(x, *, by, config=None):
+        seen[name] = jax.config.jax_default_device
+        return function(x, by)
+    return call
+
+operation = Operation("scaled", noted("reference", lambda x, by: x * by))
+operation.register(
+    "kernel", noted("kernel", lambda x, by: x * by), shape_key=noted("key", lambda x, by: {"tokens": 1}), config_type=tuple
+)
+make = lambda random: smoke.Call((jnp.asarray(random.standard_normal((4, 8)), jnp.bfloat16),), {"by": 1.5})
+assert smoke.check([smoke.Probe(operation, make)]) == ["scaled/kernel"]
+assert seen == {"reference": host, "key": device, "kernel": device}, seen
+"""
+
+
+def test_the_kernel_runs_on_the_device_and_its_reference_on_the_host() -> None:
+    """What an implementation serves is asked of the device too."""
+    done = subprocess.run([sys.executable, "-c", _TWO_DEVICES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_probe_for_another_kernel_of_the_operation_is_passed_over(card: Path) -> None:
     name_in_table(card, "kernel")
 
@@ -142,15 +192,7 @@ def test_a_probe_for_another_kernel_of_the_operation_is_passed_over(card: Path) 
 
 
 def lower_for_h200(operation: Operation, name: str, call: Call) -> None:
-    leaves, tree = jax.tree.flatten(call)
-    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
-
-    def run(arrays: list[jax.Array]) -> Any:
-        left = iter(arrays)
-        mixed = [next(left) if yes else leaf for yes, leaf in zip(is_array, leaves, strict=True)]
-        args, kwargs = jax.tree.unflatten(tree, mixed)
-        return operation(*args, implementation=name, **kwargs)
-
+    run, arrays = smoke.as_program(lambda call: operation(*call.args, implementation=name, **call.kwargs), call)
     with use_abstract_mesh(H200):
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, jax.Array)]
+        shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
         jax.jit(run).trace(shapes).lower(lowering_platforms=("cuda",))
