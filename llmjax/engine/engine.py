@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 POLICIES = ("reserve_full_length", "lanes", "max_wait", "speculative")  # fields of the config that no program is compiled for
 LAUNCHES_AHEAD = 1  # launches dispatched beyond the one whose result is read next
+NAP_SECONDS = 5e-4  # at most, while the next launch is put off: what comes meanwhile is looked at in between
 
 
 class Engine:
@@ -245,16 +246,26 @@ class Engine:
     def step(self, *, closed: bool = False) -> list[RequestOutput]:
         """One turn: launch the next batch, then read the launch before it. Returns the requests that changed.
 
-        closed: no request will be added before the next call; launches need not be short then, so as to be over when one comes.
+        While rows are free the next batch is put off until the device is about to want it, so that whoever comes is in it: such a
+        turn takes `NAP_SECONDS` at most, and does nothing.
+
+        closed: no request will be added before the next call; nothing is put off then, and launches need not be short so as to be
+        over when one comes.
         """
         if self._failed is not None:
             raise EngineError(self._failed)
         now_ns = time.monotonic_ns()
         self._expire(now_ns)
+        may_gain = not closed and self.scheduler.num_running < self.config.max_sequences
+        if may_gain and (put_off_ns := self._timer.put_off_ns(now_ns)):
+            time.sleep(min(put_off_ns * 1e-9, NAP_SECONDS))
+            return self._take_ready()
         batch = self.scheduler.schedule(now_ns * 1e-9, closed=closed)
         if batch is not None:
-            self._pending.append(self._dispatch(batch, now_ns))
-            self._timer.launched()
+            pending = self._dispatch(batch, now_ns)
+            late = bool(self._pending) and self._pending[-1].ended
+            self._timer.launched(pending.program, time.monotonic_ns(), late=late)
+            self._pending.append(pending)
             self.stats.launches += 1
             self.stats.peak_pages_used = max(self.stats.peak_pages_used, self.pool.num_used)
             queried, cached = self.scheduler.prefix_tokens
@@ -266,6 +277,9 @@ class Engine:
             if not self._live and not self._pending:
                 for line in self.scheduler.find_leaks():
                     log.error("nothing runs, but %s: a bug in llmjax; please report it", line)
+        return self._take_ready()
+
+    def _take_ready(self) -> list[RequestOutput]:
         ready, self._ready = self._ready, []
         return ready
 

@@ -36,10 +36,11 @@ def on_device(params: Any) -> Any:
 
 
 class PendingStep:
-    """A launch that was dispatched; `result()` waits for it and brings its small outputs to the host."""
+    """A launch of `program` that was dispatched; `result()` waits for it and brings its small outputs to the host."""
 
-    def __init__(self, batch: ScheduledBatch, tokens: Any, scores: Any) -> None:
+    def __init__(self, batch: ScheduledBatch, program: Key, tokens: Any, scores: Any) -> None:
         self.batch = batch
+        self.program = program
         self._tokens, self._scores = tokens, scores
         self._wants_top = any(row.request.params.logprobs for row in batch.rows)
         self._wants_scores = any(row.wants_prompt_logprobs for row in batch.rows)
@@ -47,6 +48,11 @@ class PendingStep:
         if self._wants_top:
             tokens.top_ids.copy_to_host_async()
             tokens.top_logprobs.copy_to_host_async()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the device is done with it."""
+        return bool(self._tokens.summary.is_ready())
 
     def result(self) -> StepOutput:
         """The launch's outputs as numpy, cut to the rows that were scheduled."""
@@ -220,18 +226,19 @@ class ModelRunner:
                 self._launch(("reset", ROWS_A_RESET, 1), packed)
         for drafts, allowed in self._pack.masks(masks):
             self._launch(("reset", ROWS_A_RESET, 1), self._no_resets if drafts is None else drafts, allowed)
+        program: Key
         if batch.kind == "decode":
-            size = pick(self.row_buckets, len(batch.rows))
-            tokens, scores = self._launch(("decode", size, batch.num_steps), self._pack.decode(batch, size, batch.num_steps))
+            program = ("decode", pick(self.row_buckets, len(batch.rows)), batch.num_steps)
+            packed = self._pack.decode(batch, program[1], batch.num_steps)
         elif batch.kind == "speculate":
             for pieces in self._pack.holes(batch.rows, self._catch_up[1]):
                 self._launch(self._catch_up, self._pack.catch_up(pieces, self._catch_up[1]))
-            size = pick(self._speculate_row_buckets, len(batch.rows))
-            tokens, scores = self._launch(("speculate", size, batch.draft_length), self._pack.speculate(batch, size, masks))
+            program = ("speculate", pick(self._speculate_row_buckets, len(batch.rows)), batch.draft_length)
+            packed = self._pack.speculate(batch, program[1], masks)
         else:
-            size = pick(self.token_buckets, batch.num_tokens)
-            tokens, scores = self._launch(("extend", size, 1), self._pack.extend(batch, size))
-        return PendingStep(batch, tokens, scores)
+            program = ("extend", pick(self.token_buckets, batch.num_tokens), 1)
+            packed = self._pack.extend(batch, program[1])
+        return PendingStep(batch, program, *self._launch(program, packed))
 
     def set_draft_temperature(self, temperature: float) -> None:
         """Draft at this temperature, relative to the requests', from the next launch on."""

@@ -15,7 +15,6 @@ from llmjax.engine.config import EngineConfig
 from llmjax.engine.draft_model import DraftModel
 from llmjax.engine.engine import Engine
 from llmjax.engine.engine_view import picture_json, read_engine, take_picture
-from llmjax.engine.launch_timer import LaunchTimer
 from llmjax.engine.outputs import RequestOutput
 from llmjax.errors import ConfigError
 from llmjax.sampling_params import SamplingParams
@@ -131,20 +130,6 @@ def test_the_policy_of_a_running_engine_changes_and_counts_stay(engine: Engine) 
     for other in ({"tokens": 4}, {"tokens": 2}, {"method": "ngram"}, {"disable_above_batch": 3}):
         with pytest.raises(ConfigError, match=r"the engine has no programs for .*build a new engine"):
             engine.set_policy(speculative=dataclasses.replace(BUILT, **other))  # type: ignore[arg-type]
-
-
-def test_launches_are_timed_where_they_follow_one_another() -> None:
-    timer = LaunchTimer()
-    timer.launched()
-    assert timer.read(1_000_000_000) is None  # the first
-    timer.launched()
-    assert timer.read(2_000_000_000) is None  # nothing was in flight when it was made
-    timer.launched()
-    timer.launched()
-    assert timer.read(5_000_000_000) is None
-    timer.launched()
-    assert timer.read(5_250_000_000) == pytest.approx(0.25)
-    assert timer.read(5_750_000_000) == pytest.approx(0.5)
 
 
 def test_what_launches_take_is_measured_and_followed(made: Engine) -> None:
