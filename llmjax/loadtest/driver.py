@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 
 from llmjax.errors import EngineError, LlmjaxError
@@ -84,13 +85,18 @@ def drive(
 
     An interrupt ends the run: what it has is returned, with `interrupted`, and nothing is left in the target. Raises what
     the target raises, but for refusals, which are records.
+
+    What this process had made before is left aside when Python looks for garbage meanwhile: looking through all that an engine's
+    start leaves behind takes tens of milliseconds, and a service does the same.
     """
     run = _Run(target, requests, load, batch, duration, progress)
+    gc.freeze()
     try:
         run.all()
     except KeyboardInterrupt:
         run.trace.interrupted = True
     finally:
+        gc.unfreeze()
         run.leave()
     return run.trace
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -251,3 +252,13 @@ def test_a_signal_waits_for_the_end_of_a_step() -> None:
     assert engine.whole >= 4
     assert not engine.has_unfinished
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_what_was_made_before_is_no_garbage_to_look_through_meanwhile() -> None:
+    engine, seen = SimulatedEngine(), []
+    step = engine.step
+    engine.step = lambda **options: (seen.append(gc.get_freeze_count()), step(**options))[1]  # type: ignore[method-assign]
+    before = gc.get_freeze_count()
+    run(engine, alike(2), arrivals.closed_loop(2))
+    assert min(seen) > before + 1000
+    assert gc.get_freeze_count() == 0
