@@ -30,7 +30,7 @@ CONTEXT = 8192  # what a row of the page table has room for
 CHUNKS = ((2048, 0), (8192, 0), (512, 3584), (1024, 7168), (256, 1792), (4096, 0))
 
 # Rows that decode beside a prompt, the keys in front of the shortest and the longest, and the prompt's tokens.
-MIXED = (256, 16, 600, 256)
+MIXED = (255, 16, 600, 257)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

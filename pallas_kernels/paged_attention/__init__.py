@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.flash_attention import mosaic as flash
-from pallas_kernels.paged_attention import mosaic, xla
+from pallas_kernels.paged_attention import apart, mosaic, xla
 from pallas_kernels.quantized_pages import QuantizedPages, check_cache
 
 if TYPE_CHECKING:
@@ -38,6 +38,14 @@ PAGED_ATTENTION.register(
     config_type=flash.Config,
     candidates=flash.candidates,
     untuned=True,
+)
+# A launch of both has both kernels, where the table says that it pays.
+PAGED_ATTENTION.register(
+    "apart",
+    apart.via(PAGED_ATTENTION),
+    shape_key=flash.paged_shape_key,
+    config_type=flash.Config,
+    candidates=flash.candidates,
 )
 
 

@@ -43,7 +43,7 @@ def contiguous(model, tokens=2048, alibi=False, bias_width=0, **options):
     )  # fmt: skip
 
 
-def paged(model, page, tokens=2048, rows=64, layers=1, config=None):
+def paged(model, page, tokens=2048, rows=64, layers=1, config=None, implementation="flash"):
     heads, kv_heads, head_dim = model
     pool = array(600, kv_heads, page, head_dim, dtype=jnp.bfloat16)
 
@@ -53,7 +53,7 @@ def paged(model, page, tokens=2048, rows=64, layers=1, config=None):
         for layer in range(layers):
             options = {"page_offset": layer * 7, "scale": head_dim**-0.5, "window": windows[layer], "decode": False}
             if config is None:
-                results.append(paged_attention(q, *operands, **options, implementation="flash"))
+                results.append(paged_attention(q, *operands, **options, implementation=implementation))
             else:
                 results.append(mosaic.paged_attention(q, *operands, **options, config=config))
         return results
@@ -91,6 +91,12 @@ def test_contiguous_keys_lower(model, options):
 )
 def test_paged_keys_lower(model, page):
     assert "mosaic_gpu" in paged(model, page)
+
+
+def test_rows_of_one_query_apart_make_a_launch_of_two_kernels():
+    text = paged(LLAMA_8B, 16, tokens=512, rows=256, layers=2, implementation="apart")
+    assert text.count("func.func private @_attend") == 1
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
 
 
 @pytest.mark.slow

@@ -174,7 +174,7 @@ def test_what_it_cannot_serve_is_refused_with_the_reason(changes, options, messa
 
 def test_automatic_choice_on_a_cpu_is_the_reference():
     """Silently, and also where the kernel could serve: nothing would run here."""
-    assert list(PAGED_ATTENTION.implementations) == ["xla", "mosaic", "mosaic_int8", "flash"]
+    assert list(PAGED_ATTENTION.implementations) == ["xla", "mosaic", "mosaic_int8", "flash", "apart"]
     result = paged_attention(*arguments(), page_offset=0, scale=1.0, decode=True)
     np.testing.assert_array_equal(np.asarray(result, np.float32), 0.0)
 
