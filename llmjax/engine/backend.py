@@ -46,9 +46,11 @@ def configure_backend(*, platform: str = "auto", memory_fraction: float | None =
             raise BackendError(f"JAX has already started on {running}, the pipeline asks for {platform}: start a new process")
         return
     before = jax.config.jax_platforms
-    jax.config.update("jax_platforms", platform)
+    # Beside a GPU there is a CPU: kernels are compared with references that are computed there.
+    jax.config.update("jax_platforms", "cuda,cpu" if platform == "cuda" else platform)
     try:
-        jax.devices()
+        if jax.devices()[0].platform != ("gpu" if platform == "cuda" else platform):
+            raise RuntimeError("JAX finds no such device")
     except (RuntimeError, AssertionError) as error:  # JAX asserts where a platform's plug-in is there but no device
         jax.config.update("jax_platforms", before)
         reason = (str(error).splitlines() or ["JAX finds no such device"])[0]

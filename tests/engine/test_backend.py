@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -66,3 +68,11 @@ def test_a_compile_cache_that_cannot_be_made_is_done_without(tmp_path: Path, cap
     backend.use_compile_cache(blocked / "cache")
     assert "cannot be made" in caplog.text
     assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_a_gpu_that_is_not_there_is_not_replaced_by_the_cpu_beside_it() -> None:
+    code = "from llmjax.engine.backend import configure_backend; configure_backend(platform='cuda')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if done.returncode == 0:
+        pytest.skip("there is a GPU")
+    assert "BackendError: platform cuda is not available: " in done.stderr.splitlines()[-1]
