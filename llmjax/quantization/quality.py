@@ -8,16 +8,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from llmjax.quantization.agreement import Agreement, compare
+from llmjax.quantization.agreement import Agreement, compare, finite_or_none
 from llmjax.quantization.loops import is_loop
 from llmjax.quantization.scores import Generation, Generator, Prompt, Scorer
 from llmjax.quantization.tasks import Paired, Task, arithmetic_tasks
 
 BATCH = 64
 """Prompts that a generator is given at once."""
+
+BLOCK_TOKENS = 1024
+"""Of the first texts: as many as the blocks of both models are given. Their errors are the same for any text, nearly."""
+
+BlockErrors = Callable[[Sequence[Sequence[int]]], Mapping[str, float]]
+"""What `block_errors.block_errors` says of texts."""
 
 
 class Subject(NamedTuple):
@@ -69,12 +76,14 @@ class Quality:
     """What was measured; None where nothing was asked for.
 
     Attributes:
+        blocks: each block's error by that of plain rounding (`block_errors.py`); None where the two have no blocks to compare.
         loops: yes is an output that ran into a loop.
         exact_match, arithmetic: yes is a right answer.
         baseline_errors, candidate_errors: outputs that ended in an error (NaN), and what the first said.
     """
 
     agreement: Agreement
+    blocks: Mapping[str, float] | None = None
     loops: Paired | None = None
     exact_match: Paired | None = None
     arithmetic: Paired | None = None
@@ -83,11 +92,17 @@ class Quality:
     first_error: str | None = None
     samples: tuple[Sample, ...] = ()
 
+    @property
+    def worst_block(self) -> tuple[str, float] | None:
+        """Name and error of the block that is off most, NaN above all."""
+        return max(self.blocks.items(), key=lambda one: math.inf if math.isnan(one[1]) else one[1]) if self.blocks else None
+
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Plain data; what is not finite is None."""
         paired = {name: getattr(self, name) for name in ("loops", "exact_match", "arithmetic")}
         return {
             "agreement": self.agreement.as_json(),
+            "blocks": None if self.blocks is None else {name: finite_or_none(value) for name, value in self.blocks.items()},
             **{name: None if one is None else one.as_json() for name, one in paired.items()},
             "baseline_errors": self.baseline_errors,
             "candidate_errors": self.candidate_errors,
@@ -96,15 +111,20 @@ class Quality:
         }
 
 
-def measure_quality(baseline: Subject, candidate: Subject, data: QualityData) -> Quality:
-    """Read the texts with both models, then let both write.
+def measure_quality(
+    baseline: Subject, candidate: Subject, data: QualityData, *, block_errors: BlockErrors | None = None
+) -> Quality:
+    """Read the texts with both models, look at the blocks of both over the first of them, then let both write.
 
     Same models and data, same result. Raises what the models raise for texts and prompts that they cannot take.
     """
     outputs = _Outputs(baseline.generator, candidate.generator, data.shown)
+    texts = iter(data.texts)
+    first = _first(texts, BLOCK_TOKENS) if block_errors else []
     sums = arithmetic_tasks(data.arithmetic, data.seed)
     return Quality(
-        agreement=compare(baseline.scorer, candidate.scorer, data.texts),
+        agreement=compare(baseline.scorer, candidate.scorer, itertools.chain(first, texts)),
+        blocks=None if block_errors is None else block_errors(first),
         loops=outputs.pairs("loop", ((prompt, None, _loops) for prompt in data.prompts), data.max_tokens),
         exact_match=outputs.pairs("exact_match", _solved(data.tasks), data.answer_tokens),
         arithmetic=outputs.pairs("arithmetic", _solved(sums), data.answer_tokens),
@@ -113,6 +133,14 @@ def measure_quality(baseline: Subject, candidate: Subject, data: QualityData) ->
         first_error=outputs.first_error,
         samples=tuple(outputs.samples),
     )
+
+
+def _first(texts: Iterator[Sequence[int]], tokens: int) -> list[Sequence[int]]:
+    """As many as have so many tokens, or all."""
+    found: list[Sequence[int]] = []
+    while sum(map(len, found)) < tokens and (text := next(texts, None)) is not None:
+        found.append(text)
+    return found
 
 
 _Asked = tuple[Prompt, str | tuple[int, ...] | None, Callable[[Generation], bool]]

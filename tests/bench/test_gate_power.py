@@ -10,7 +10,9 @@ import pytest
 from tiny_models import CONFIGS, random_params
 
 from bench.gate_power import KINDS, LINEARS, Written, linears, sabotages, sound_models
+from llmjax.quantization.calibrate import CalibrateSettings, calibrate
 from llmjax.quantization.loops import is_loop
+from llmjax.quantization.smoothing import smooth
 
 CONFIG = CONFIGS["llama"]
 
@@ -54,14 +56,18 @@ def test_each_sabotage_changes_what_it_says(params):
 
 
 def test_sound_models_are_within_half_a_step(params):
-    own = weights(params)
-    for number, (what, good) in enumerate(sound_models(params, CONFIG, 6, seed=5)):
-        found = weights(good)
+    """Smoothed ones of the smoothed weights, which compute the same."""
+    random = np.random.default_rng(4)
+    seen = calibrate(params, CONFIG, [random.integers(0, CONFIG.num_tokens, 40).tolist()], CalibrateSettings())
+    for number, (what, good) in enumerate(sound_models(params, CONFIG, 6, seed=5, seen=seen)):
+        alpha = float(what.rpartition(" ")[2]) if "smoothed" in what else None
+        own, found = weights(params if alpha is None else smooth(params, CONFIG, seen, alpha=alpha)), weights(good)
+        assert (alpha is None) == (number % 2 == 1 or number == 0)
         changed = [place for place in own if not np.array_equal(own[place], found[place])]
         if number == 0:
             assert (what, changed) == ("the model itself", [])
         else:
-            assert what == f"int8 in {len(changed)} of {len(own)} linears"
+            assert what.startswith(f"int8 in {len(changed)} of {len(own)} linears")
             assert len(changed) >= len(own) // 2
         for place in changed:
             step = np.abs(own[place]).max(1, keepdims=True) / 127

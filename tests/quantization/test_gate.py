@@ -39,7 +39,7 @@ def read(**changes) -> Quality:
 
 def test_a_sound_candidate_passes_every_check():
     verdict = judge(SOUND)
-    assert (verdict.decision, verdict.passed, verdict.refused, verdict.skipped) == ("pass", True, (), ())
+    assert (verdict.decision, verdict.passed, verdict.refused, verdict.skipped) == ("pass", True, (), ("block_error",))
     names = [check.name for check in verdict.checks]
     assert {"perplexity_ratio", "top1_agreement", "kl", "loop_rate_increase", "exact_match_ratio", "arithmetic_drop"} < set(names)
     assert "passes all" in verdict.line()
@@ -67,6 +67,8 @@ def test_a_sound_candidate_passes_every_check():
         (dataclasses.replace(SOUND, exact_match=Paired(neither=50)), "exact_match_ratio"),
         (read(candidate_nll=1e9), "perplexity_ratio"),
         (read(candidate_nll=math.nan), "perplexity_ratio"),
+        (dataclasses.replace(SOUND, blocks={"layers.0.mlp": 1.0, "layers.1.mlp": 3.01}), "block_error"),
+        (dataclasses.replace(SOUND, blocks={"layers.0.mlp": math.nan, "layers.1.mlp": 3.0}), "block_error"),
         (read(kl_sum=math.nan), "kl"),
     ],
 )  # fmt: skip
@@ -86,6 +88,10 @@ def test_the_reason_says_how_much_is_needed_and_where_it_broke():
     assert "12 tokens of held-out text: too few to judge, 1000 are needed" in judge(read(tokens=12)).line()
     assert "first in text 3 at token 10" in judge(read(candidate_broken=2, first_broken=(3, 9))).line()
     assert "0 tokens" in judge(Quality(Agreement())).line()
+    blocks = {"layers.0.mlp": 1.0, "layers.7.attention": 11.5}
+    assert "block_error 11.5 in layers.7.attention is above 3" in judge(dataclasses.replace(SOUND, blocks=blocks)).line()
+    blocks["layers.0.mlp"] = math.nan
+    assert "block_error has no value: it is not finite in layers.0.mlp" in judge(dataclasses.replace(SOUND, blocks=blocks)).line()
 
 
 def test_chance_is_allowed_for_and_a_real_loss_is_not():
@@ -99,24 +105,12 @@ def test_chance_is_allowed_for_and_a_real_loss_is_not():
 
 def test_what_is_not_asked_for_is_skipped_and_what_is_named_must_be_measured():
     bare = dataclasses.replace(SOUND, exact_match=None, arithmetic=None)
-    assert judge(bare).skipped == ("exact_match_ratio", "arithmetic_drop")
+    assert judge(bare).skipped == ("block_error", "exact_match_ratio", "arithmetic_drop")
     assert judge(bare).passed
     named = Limits.of([{"metric": "exact_match_ratio", "min": 0.9}])
     assert judge(bare, named).refused == ("exact_match_ratio",)
     without = Limits.of([{"metric": "loop_rate_increase", "max": None}])
     assert judge(dataclasses.replace(bare, loops=None), without).passed
-
-
-def test_limits_beside_a_sound_reference():
-    reference = dataclasses.replace(SOUND.agreement, kl_p99=0.02)
-    limits = Limits.beside(reference, factor=1.5, min_tokens=7)
-    assert (limits.max_kl, limits.max_kl_p99, limits.min_tokens) == (1.5 * 15 / 5000, pytest.approx(0.03), 7)
-    assert judge(read(kl_p99=0.029), limits).passed
-    assert judge(read(kl_p99=0.031), limits).refused == ("kl_p99",)
-    assert judge(read(kl_sum=23.0), limits).refused == ("kl",)
-    for broken in (Agreement(), dataclasses.replace(reference, candidate_broken=1)):
-        with pytest.raises(ConfigError, match="finite everywhere"):
-            Limits.beside(broken)
 
 
 def test_limits_as_yaml_has_them():
@@ -185,6 +179,23 @@ def test_a_model_that_loops_and_reads_well_is_refused_for_its_loops():
     assert [one.kind for one in bad.samples] == ["loop"] * 4 + ["exact_match"] * 4
     assert bad.samples[4].expected == "answer to t0"
     assert bad.samples[0].candidate == "!" * 60
+
+
+def test_the_first_texts_are_those_whose_blocks_are_compared_and_all_are_read():
+    scorer, seen = TableScorer(logits), list[list[int]]()
+
+    def blocks(texts):
+        seen.extend(texts)
+        return {"layers.0.mlp": 2.0}
+
+    given = list(data().texts)
+    for count, kept in ((400, 3), (600, 2), (2000, 1)):
+        seen.clear()
+        texts = [(text * 5)[:count] for text in given]
+        found = measure_quality(Subject(scorer), Subject(scorer), QualityData(iter(texts)), block_errors=blocks)
+        assert seen == texts[:kept]
+        assert (found.agreement.texts, found.worst_block) == (3, ("layers.0.mlp", 2.0))
+    assert measure_quality(Subject(scorer), Subject(scorer), data()).blocks is None
 
 
 def test_an_output_that_ends_in_an_error_is_refused_and_shown():

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from trained_model import CONFIG, texts, trained_params
 
-from bench.gate_power import KINDS, Kept, both_limits, quality_of, sabotages, sound_models
+from bench.gate_power import KINDS, LIMITS, Kept, quality_of, sabotages, sound_models
 from llmjax.quantization.agreement import compare
+from llmjax.quantization.calibrate import CalibrateSettings, calibrate
+from llmjax.quantization.calibration import Calibration
 from llmjax.quantization.forward_model import ForwardModel
 from llmjax.quantization.gate import judge
 
@@ -41,28 +43,37 @@ def with_outliers(params: dict[str, Any], factor: float = 128.0) -> dict[str, An
     return params | {"layers": layers}
 
 
-def test_of_50_sabotages_95_percent_are_refused_and_of_20_sound_models_none(params):
-    """Beside plain rounding; by the default limits, which leave room for models that rounding hurts more, nine of ten."""
-    held_out = texts(32, seed=7)
-    baseline = Kept(ForwardModel(params, CONFIG))
-    default, beside = both_limits(baseline, params, CONFIG, held_out)
-    seed = int(np.random.default_rng(3).integers(2**31))
-    asked, missed, missed_by_default = Counter[str](), [], []
+@pytest.fixture(scope="module")
+def baseline(params) -> Kept:
+    return Kept(ForwardModel(params, CONFIG))
+
+
+@pytest.fixture(scope="module")
+def seen(params) -> Calibration:
+    return calibrate(params, CONFIG, texts(16, seed=9), CalibrateSettings(sequence_length=256))
+
+
+@pytest.mark.parametrize("seed", [1742692732, 20, 21])
+def test_of_50_sabotages_95_percent_are_refused_and_of_20_sound_models_none(baseline, seen, seed):
+    """By the default limits. What the whole model says refuses nine of ten by itself: a lost head turns over few words."""
+    held_out, params = texts(32, seed=7), baseline.model.params
+    asked, missed = Counter[str](), {name: list[str]() for name in LIMITS}
     for kind, what, candidate in sabotages(params, CONFIG, 50, seed):
-        quality = quality_of(baseline, candidate, CONFIG, held_out, loop=kind == "loop")
+        quality = quality_of(baseline, candidate, held_out, loop=kind == "loop")
         assert quality.agreement.baseline_perplexity < 8  # of 64 tokens: it has learnt something
         asked[kind] += 1
         if kind == "loop":
-            assert judge(quality, default).refused == ("loop_rate_increase",)
-        missed += [f"{kind}: {what}"] * judge(quality, beside).passed
-        missed_by_default += [f"{kind}: {what}"] * judge(quality, default).passed
+            assert judge(quality, LIMITS["default"]).refused == ("loop_rate_increase",)
+        for name, own in LIMITS.items():
+            missed[name] += [f"{kind}: {what}"] * judge(quality, own).passed
     assert set(asked.values()) == {50 // len(KINDS)}
-    assert len(missed) <= 2, missed
-    assert len(missed_by_default) <= 5, missed_by_default
-    for what, candidate in sound_models(params, CONFIG, 20, seed):
-        quality = quality_of(baseline, candidate, CONFIG, held_out, loop=False)
-        for verdict in (judge(quality, default), judge(quality, beside)):
-            assert verdict.passed, f"{what}: {verdict.line()}"
+    assert len(missed["default"]) <= 2, missed
+    assert len(missed["said"]) <= 6, missed
+    assert all(one.startswith("head") for one in missed["said"]), missed
+    for what, candidate in sound_models(params, CONFIG, 20, seed, seen):
+        quality = quality_of(baseline, candidate, held_out, loop=False)
+        for name, own in LIMITS.items():
+            assert (verdict := judge(quality, own)).passed, f"{what}, {name}: {verdict.line()}"
 
 
 def test_the_outliers_change_nothing_but_the_weights(params):

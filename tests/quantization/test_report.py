@@ -95,7 +95,7 @@ def test_the_page_tells_everything():
         "The candidate passed the gate", "perplexity_ratio", "at most 1.02", "1.0101", "98.00 %", "66.67 %", "sensitive x", "354",
         "0.682", "base x", "cand x", "expected: x", "loops", "does not loop", "layers.0.down", "0.9999", "99",
         "rounding everywhere",
-        "Not measured: exact_match_ratio, arithmetic_drop.",
+        "Not measured: block_error, exact_match_ratio, arithmetic_drop.",
     ):  # fmt: skip
         assert text in page.text, text
 

@@ -27,6 +27,7 @@ class LimitSection(Section):
         "kl",
         "kl_p99",
         "kl_token",
+        "block_error",
         "loop_rate",
         "loop_rate_increase",
         "exact_match_ratio",
@@ -112,6 +113,7 @@ class GateKind(StageKind[GateSection]):
     same two models are not compared again on every run; judged they are, even where no later stage asks."""
 
     name = "gate"
+    version = 2
     section = GateSection
     gives = "model"
     inputs = (StageInput("baseline", "model"), StageInput("candidate", "model"))
