@@ -72,17 +72,18 @@ def block_errors(baseline: Weights, candidate: Weights, texts: Sequence[Sequence
     config = baseline.config
     plain = Variant(baseline.params, dict.fromkeys(linear_names(config), "int8"))
     sums = {f"layers.{layer}.{block}": np.zeros(2) for layer in range(config.num_layers) for block in BLOCKS}
-    tokens = 0
-    for packed in _packed([text for text in texts if len(text)]):
-        tokens += int(packed.counted.sum())
-        stream = embed(baseline.params, packed, config=config)
-        for layer in range(config.num_layers):
-            behind, truth = _outputs(baseline, layer, stream, packed)
-            for column, model in enumerate((candidate, Weights(plain.layer(layer, config), config))):
-                _, found = _outputs(model, layer, stream.astype(model.config.dtype), packed)
+    packs = list(_packed([text for text in texts if len(text)]))
+    streams = [embed(baseline.params, packed, config=config) for packed in packs]
+    for layer in range(config.num_layers if packs else 0):
+        others = (candidate, Weights(plain.layer(layer, config), config))
+        for number, packed in enumerate(packs):
+            behind, truth = _outputs(baseline, layer, streams[number], packed)
+            for column, model in enumerate(others):
+                _, found = _outputs(model, layer, streams[number].astype(model.config.dtype), packed)
                 for block, own in found.items():
                     sums[f"layers.{layer}.{block}"][column] += float(_squares(truth[block], own, packed.counted))
-            stream = behind
+            streams[number] = behind
+    tokens = sum(int(packed.counted.sum()) for packed in packs)
     return {name: _by_rounding(*map(float, found), tokens) for name, found in sums.items()}
 
 

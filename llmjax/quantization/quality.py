@@ -20,7 +20,7 @@ from llmjax.quantization.tasks import Paired, Task, arithmetic_tasks
 BATCH = 64
 """Prompts that a generator is given at once."""
 
-BLOCK_TOKENS = 1024
+BLOCK_TOKENS = 512
 """Of the first texts: as many as the blocks of both models are given. Their errors are the same for any text, nearly."""
 
 BlockErrors = Callable[[Sequence[Sequence[int]]], Mapping[str, float]]
