@@ -143,6 +143,8 @@ def test_from_a_float_model_to_answers_of_an_int8_one(write: Write) -> None:
     told = json.loads((verdict / "verdict.json").read_text("utf-8"))
     assert (told["passed"], told["version"]) == (True, 1)
     assert told["quality"]["agreement"]["perplexity_ratio"] != 1  # another model was read than the baseline
+    assert told["quality"]["blocks"].keys() == {"layers.0.attention", "layers.0.mlp"}
+    assert all(0.1 < error < 3 for error in told["quality"]["blocks"].values())
     assert any(line.split()[:2] == ["perplexity_ratio", "ok"] for line in heard.messages)
     assert (verdict / "report.html").read_text("utf-8").count("The candidate passed the gate.") == 1
     (known,) = memory_plan(load(path, sets=loose))  # nothing was kept for its sensitivity, so that it was expected right
