@@ -257,7 +257,8 @@ class Engine:
         now_ns = time.monotonic_ns()
         self._expire(now_ns)
         may_gain = not closed and self.scheduler.num_running < self.config.max_sequences
-        if may_gain and (put_off_ns := self._timer.put_off_ns(now_ns)):
+        waits = bool(self._pending) and self._pending[0].ended  # the device, for a launch that took less than expected
+        if may_gain and not waits and (put_off_ns := self._timer.put_off_ns(now_ns)):
             time.sleep(min(put_off_ns * 1e-9, NAP_SECONDS))
             return self._take_ready()
         batch = self.scheduler.schedule(now_ns * 1e-9, closed=closed)

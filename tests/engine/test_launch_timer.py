@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -110,6 +111,20 @@ def test_whoever_comes_while_a_launch_runs_is_in_the_next_one(monkeypatch: pytes
     while engine.has_unfinished:
         engine.step()
     assert engine.pool.num_used == 0
+
+
+def test_a_launch_that_ended_sooner_than_expected_is_followed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Scripted(None).engine
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
+    engine.step()
+    monkeypatch.setattr(engine._timer, "put_off_ns", lambda now_ns: 10**12)
+    launches = engine.stats.launches
+    while not engine._pending[0].ended:
+        time.sleep(0.001)
+    engine.step()
+    assert engine.stats.launches == launches + 1
+    while engine.has_unfinished:
+        engine.step(closed=True)
 
 
 def test_nothing_is_put_off_when_no_row_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
