@@ -85,7 +85,7 @@ def check(probes: Sequence[Probe] | None = None) -> list[str]:
     reference; returns what was compared. (`bench.kernels --tune` compares each configuration before it enters the table.)
 
     Probes default to those of all operations. The device compiles one small program for each, side by side; numbers and
-    reference are the host's own where JAX has a CPU beside the device: compiling them for a GPU takes ten times as long, and a
+    reference are the host's own where JAX has a CPU beside the device: for a GPU their matmuls would be tuned first, and a
     compiler that is wrong there would be asked about itself.
     Raises WrongNumbers for the first that is wrong; the message has the seed of its numbers.
     """

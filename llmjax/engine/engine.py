@@ -257,15 +257,13 @@ class Engine:
         now_ns = time.monotonic_ns()
         self._expire(now_ns)
         may_gain = not closed and self.scheduler.num_running < self.config.max_sequences
-        waits = bool(self._pending) and self._pending[0].ended  # the device, for a launch that took less than expected
-        if may_gain and not waits and (put_off_ns := self._timer.put_off_ns(now_ns)):
+        if may_gain and (put_off_ns := self._timer.put_off_ns(now_ns)) and not self._device_waits():
             time.sleep(min(put_off_ns * 1e-9, NAP_SECONDS))
             return self._take_ready()
         batch = self.scheduler.schedule(now_ns * 1e-9, closed=closed)
         if batch is not None:
             pending = self._dispatch(batch, now_ns)
-            late = bool(self._pending) and self._pending[-1].ended
-            self._timer.launched(pending.program, time.monotonic_ns(), late=late)
+            self._timer.launched(pending.program, time.monotonic_ns(), late=self._device_waits())
             self._pending.append(pending)
             self.stats.launches += 1
             self.stats.peak_pages_used = max(self.stats.peak_pages_used, self.pool.num_used)
@@ -279,6 +277,10 @@ class Engine:
                 for line in self.scheduler.find_leaks():
                     log.error("nothing runs, but %s: a bug in llmjax; please report it", line)
         return self._take_ready()
+
+    def _device_waits(self) -> bool:
+        """Whether all that was launched has ended, and its results were not read yet."""
+        return bool(self._pending) and self._pending[-1].ended
 
     def _take_ready(self) -> list[RequestOutput]:
         ready, self._ready = self._ready, []

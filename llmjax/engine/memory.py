@@ -120,9 +120,10 @@ class MemoryPlan:
         return [*lines, ("in all", _mib(self.total + self.reserve) + limit)]
 
     def leaves_room_for(self, temporaries: int) -> bool:
-        """Whether programs that need so much fit beside the rest without the reserve, or the plan has counted on as much."""
+        """Whether programs that need so much fit beside the rest without the reserve, or another plan would not differ: this one
+        has counted on as much, or its pool does not depend on them."""
         fits = self.limit is None or self.held + temporaries + self.reserve <= self.limit
-        return fits or temporaries <= (self.temporaries or 0)
+        return fits or self.temporaries is None or temporaries <= self.temporaries
 
     def with_temporaries(self, temporaries: int, source: Literal["probe", "compiled"]) -> MemoryPlan:
         """The same with what programs were found to need. Raises `OutOfMemoryError` when it is more than there is."""

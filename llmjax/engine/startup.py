@@ -85,7 +85,7 @@ def start_runner(
         compile_for = functools.partial(compile_programs, model, timeline=timeline, store=store, start_pool=start_pool)
         executables, programs = compile_for(dataclasses.replace(sizes, num_pages=plan.num_pages))
         needed = max(program.temp_bytes for program in programs)
-        if plan.temporaries is not None and not plan.leaves_room_for(needed):
+        if not plan.leaves_room_for(needed):
             log.info("programs need %.0f MiB beside their arguments: planned and compiled again", needed / MIB)
             plan = make_plan(temporaries=needed)
             executables, programs = compile_for(dataclasses.replace(sizes, num_pages=plan.num_pages))

@@ -124,6 +124,6 @@ def _plan_engine(section: Any, shape: Any, draft: Any, device: DeviceMemory | No
     if device is None:
         return made
     needed, source = measure_temporaries(model, Shapes(shape, params, config, made.num_pages, drafts))
-    if made.temporaries is not None and not made.leaves_room_for(needed):
+    if not made.leaves_room_for(needed):
         made = plan_memory(model, shape, params, config, device, temporaries=needed, draft=drafts)
     return made.with_temporaries(needed, source)
