@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.kernel_cases import PAGE_SIZES, Case, Group
+from bench.kernel_cases import PAGE_SIZES, Case, Group, traffic_lengths
 from llmjax.model.checkpoint.presets import preset_config
 from pallas_kernels.flash_attention import FLASH_ATTENTION
 from pallas_kernels.flash_attention.xla import Biases, Rows
@@ -29,8 +29,9 @@ CONTEXT = 8192  # what a row of the page table has room for
 # Queries of one prompt, and the keys in front of them.
 CHUNKS = ((2048, 0), (8192, 0), (512, 3584), (1024, 7168), (256, 1792), (4096, 0))
 
-# Rows that decode beside a prompt, the keys in front of the shortest and the longest, and the prompt's tokens.
-MIXED = (255, 16, 600, 257)
+# Launches of so many tokens and rows; the last rows have these prompts, the others decode.
+ROWS = 256
+MIXED = {512: (257,), 2048: (30, 60, 110, 190, 330, 420, 666)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,14 +47,15 @@ class FlashCase(Case):
 
 
 def paged_groups(model: str) -> Iterator[Group]:
-    """Chunks of one prompt as the engine computes them, beside rows that are padding; and one beside rows that decode."""
+    """Chunks of one prompt as the engine computes them, beside rows that are padding; and launches beside rows that decode."""
     for rank, (page, (tokens, prefix)) in enumerate(itertools.product(PAGE_SIZES, CHUNKS)):
         name = f"{tokens} queries on {prefix} more keys, page {page}"
         yield _paged_group(model, name, page, [(tokens, prefix)], 64, rank)
-    count, shortest, longest, prompt = MIXED
-    decoding = [(1, prefix) for prefix in np.linspace(shortest, longest, count).astype(int).tolist()]
-    name = f"{count} decoding rows and a prompt of {prompt}, page 16"
-    yield _paged_group(model, name, 16, [*decoding, (prompt, 0)], count + 1, rank=1)
+    for tokens, prompts in MIXED.items():
+        decoding = min(ROWS - len(prompts), tokens - sum(prompts))
+        chunks = [(1, prefix) for prefix in traffic_lengths(decoding).tolist()] + [(prompt, 0) for prompt in prompts]
+        name = f"{decoding} decoding rows and prompts of {sum(prompts)}, page 16"
+        yield _paged_group(model, name, 16, chunks, ROWS, rank=1)
 
 
 def _paged_group(model: str, name: str, page: int, chunks: Sequence[tuple[int, int]], rows: int, rank: int) -> Group:

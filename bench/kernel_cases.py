@@ -31,6 +31,9 @@ L2_IS_COLD = 320_000_000
 TOKENS = (32, 1, 256, 8, 64, 128, 16)  # by value: the first ones are timed even when there is little time
 PAGE_SIZES = (16, 64, 32)
 
+TRAFFIC_ROWS, TRAFFIC_ROOM = 64, 8192
+"""From so many rows on, with room for contexts of so many tokens, decoding attention is timed on lengths as traffic has them."""
+
 LAYER_CALLS = 1 << 14
 """Calls of a layer in a launch, at most: each meets at barriers of its own, zero before it, as in a step."""
 
@@ -187,7 +190,7 @@ def attention_groups(model: str, page_sizes: Sequence[int] = PAGE_SIZES) -> Iter
     asked = {(128, 2048): (3.3, 3.6), (32, 2048): (2.8, 3.2), (8, 8192): (2.8, 3.2)} if model == "llama-8b" else {}
     shapes = (
         (128, 2048), (32, 2048), (8, 8192), (32, 256), (256, 256), (1, 8192), (1, 256), (8, 256), (64, 256), (128, 256),
-        (32, 4096), (1, 2048), (8, 2048), (64, 2048), (256, 2048), (32, 8192), (64, 8192), (128, 8192),
+        (32, 4096), (1, 2048), (8, 2048), (64, 2048), (256, 2048), (32, 8192), (64, 8192), (128, 8192), (256, 8192),
     )  # fmt: skip
     for rank, (page_size, (rows, context)) in enumerate(itertools.product(page_sizes, shapes)):
         must, goal = asked.get((rows, context), (None, None))
@@ -196,19 +199,32 @@ def attention_groups(model: str, page_sizes: Sequence[int] = PAGE_SIZES) -> Iter
         yield _attention_group(model, rows, context, page_size, None, None, len(shapes) * len(page_sizes) + rank, int8=True)
 
 
+def traffic_lengths(rows: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Contexts of rows that decode in the documented mixed trace, each somewhere in its output: [rows], 16 to 4095."""
+    random = np.random.default_rng(0)
+    prompts = np.clip(random.lognormal(np.log(256), 1.0, rows), 16, 3072)
+    outputs = np.clip(random.lognormal(np.log(128), 0.8, rows), 8, 1023)
+    return (prompts + random.uniform(0, 1, rows) * outputs).astype(np.int32)
+
+
 def _attention_group(
     model: str, rows: int, context: int, page_size: int, must: float | None, goal: float | None, rank: int, *, int8: bool
 ) -> Group:
     config = preset_config(model)
     dtype = jnp.dtype(config.dtype)
-    # Short contexts as in a run of 128 prompt and 128 output tokens; long ones full, as they are quoted.
-    lengths = np.full(rows, context, np.int32)
+    # Short contexts as in a run of 128 prompt and 128 output tokens; long ones full, as they are quoted; where many rows have
+    # room for long ones, those of traffic.
+    lengths, kind = np.full(rows, context, np.int32), ""
     if context <= 256:
         lengths = np.linspace(context // 2 + 1, context, rows + 2)[1:-1].round().astype(np.int32)
+    elif rows >= TRAFFIC_ROWS and context == TRAFFIC_ROOM:
+        lengths, kind = traffic_lengths(rows), "traffic in "
     head = config.head_dim + 4 if int8 else config.head_dim * dtype.itemsize  # its scale, if it has one
     size = int(lengths.sum()) * 2 * config.num_kv_heads * head
     width = -(-context // page_size)
-    pages = 1 + rows * width + rows * width // 10  # the null page, and a tenth that nobody owns
+    needed = -(-lengths // page_size)
+    taken = int(needed.sum())
+    pages = 1 + taken + taken // 10  # the null page, and a tenth that nobody owns
     layers = max(2, -(-L2_IS_COLD // size))
     unrolled = min(layers, 16)
 
@@ -222,14 +238,14 @@ def _attention_group(
 
     def data(seed: int) -> dict[str, Any]:
         random = np.random.default_rng(seed)
-        table = (1 + random.permutation(pages - 1)[: rows * width]).reshape(rows, width).astype(np.int32)
+        table = np.zeros((rows, width), np.int32)
+        table[np.arange(width) < needed[:, None]] = 1 + random.permutation(pages - 1)[:taken]
         used = np.arange(width * page_size).reshape(width, page_size) < lengths[:, None, None]
         owned = np.zeros((pages, page_size), bool)
-        owned[table.reshape(-1)] = used.reshape(-1, page_size)
+        owned[table[table > 0]] = used[table > 0]
         keep = jnp.tile(jnp.asarray(owned), (layers, 1))[:, None, :, None]
         shape = (layers * pages, config.num_kv_heads, page_size, config.head_dim)
         k, v = (cache(key, keep, shape) for key in jax.random.split(jax.random.key(seed)))
-        table[np.arange(width) * page_size >= lengths[:, None]] = 0
         return {
             "k": k, "v": v, "table": jnp.asarray(table), "lengths": jnp.asarray(lengths),
             "starts": jnp.arange(rows + 1, dtype=jnp.int32),
@@ -243,8 +259,9 @@ def _attention_group(
         return Call(args, {"page_offset": layer * pages, "scale": scale, "window": 0, "soft_cap": 0.0, "decode": True})
 
     def case(live: int) -> Case:
+        name = f"{rows} rows x {kind}{context}, page {page_size}{', int8' * int8}"
         return Case(
-            name=f"{rows} rows x {context}, page {page_size}{', int8' * int8}" + (f", {live} of them" if live < rows else ""),
+            name=name + (f", {live} of them" if live < rows else ""),
             operation=PAGED_ATTENTION,
             model=model,
             rows=rows,
@@ -259,8 +276,7 @@ def _attention_group(
 
     # The smallest batch that programs are made for serves a single row too.
     cases = (case(rows), case(1)) if rows == MIN_ROW_BUCKET else (case(rows),)
-    name = f"{model} attention {cases[0].name}"
-    return Group(name=name, cases=cases, data=data, turns=lambda _: range(unrolled), rank=rank)
+    return Group(name=f"{model} attention {cases[0].name}", cases=cases, data=data, turns=lambda _: range(unrolled), rank=rank)
 
 
 def layer_groups(model: str, tokens: Sequence[int] = (8, 32, 64, 16)) -> Iterator[Group]:

@@ -5,13 +5,15 @@
 
 A row a start: `ready_seconds` from the start of the process to the first step it could take, `import_seconds` and
 `device_seconds` of it, then the engine's own phases, which run beside each other: each has its first second and its last.
-`planned_mib` and `peak_mib` are the memory plan without its reserve, and the device's peak.
+`planned_mib` and `peak_mib` are the memory plan without its reserve, and the device's peak. `processor_seconds` are those of the
+process and of the ones that lowered for it, over all cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,8 @@ TINY = {
     "family": "llama", "vocab_size": 512, "hidden_size": 64, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
     "mlp_size": 128, "max_positions": 512, "dtype": "float32",
 }  # fmt: skip
+
+RESOURCES = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
 
 
 def main() -> None:
@@ -92,6 +96,8 @@ def _child(args: argparse.Namespace) -> None:
         "import_seconds": imported - args.child,
         "device_seconds": initialised - imported,
         "phases": spans,
+        "processor_seconds": sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, RESOURCES)),
+        "compile_seconds": {program.name: round(program.compile_seconds, 2) for program in engine.programs},
         "programs": len(engine.programs),
         "from_store": sum(program.source == "store" for program in engine.programs),
         "lowered": sum(program.source != "store" for program in engine.programs),

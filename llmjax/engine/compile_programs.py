@@ -69,6 +69,11 @@ CATCH_UP_TOKENS = 256
 """Tokens of a launch that fills a draft model's cache, about: few rows have holes, and these are short or of any length."""
 
 
+_GPU_OPTIONS = {"xla_gpu_memory_limit_slop_factor": 1000}
+"""XLA counts the donated pool twice, as an argument and as a result. It would take the memory for full, and compute small things
+once a layer rather than keep them; whether there is room for temporaries is for the plan of the memory to say."""
+
+
 @dataclasses.dataclass(frozen=True)
 class DraftShapes:
     """A draft model: its config, a static argument, and its parameters as a tree of `jax.ShapeDtypeStruct`."""
@@ -370,9 +375,14 @@ def _compile(
     if first is not None:
         concurrent.futures.wait([first])
     start = time.perf_counter()
-    executable = lowered.compile()
+    executable = compile_lowered(lowered)
     timeline.add("compile", start, end := time.perf_counter())
     return executable, Program(name(key), lower_seconds, end - start, temp_bytes(executable), source)
+
+
+def compile_lowered(lowered: jax.stages.Lowered) -> Any:
+    """The executable, made as all of the engine's programs are."""
+    return lowered.compile(compiler_options=_GPU_OPTIONS if platform() == "cuda" else None)
 
 
 def temp_bytes(executable: Any) -> int:

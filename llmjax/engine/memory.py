@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llmjax.engine.compile_programs import DraftShapes, Key, Shapes, draft_lengths, lower, temp_bytes
+from llmjax.engine.compile_programs import DraftShapes, Key, Shapes, compile_lowered, draft_lengths, lower, temp_bytes
 from llmjax.engine.config import ResolvedConfig
 from llmjax.errors import ConfigError, OutOfMemoryError
 from llmjax.model.kv_cache import bytes_beside_pages, cache_bytes_per_page
@@ -330,5 +330,5 @@ def _with_layers(shapes: Shapes, count: int) -> Shapes:
 def _temporaries(model: Model, programs: list[tuple[Key, Shapes]]) -> list[int]:
     """Temporaries and outputs that are no donated argument, of each program."""
     with ThreadPoolExecutor(max(len(programs), 1), thread_name_prefix="probe") as threads:
-        compiling = [threads.submit(lower(key, model, shapes).compile) for key, shapes in programs]
+        compiling = [threads.submit(compile_lowered, lower(key, model, shapes)) for key, shapes in programs]
         return [temp_bytes(future.result()) for future in compiling]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels import tuning
 from pallas_kernels.attention_sizes import PAGES, SHARED_BYTES, TILE
 from pallas_kernels.dispatch import UnsupportedShape
-from pallas_kernels.paged_attention.mosaic_plan import Operands, Partials, Plan, bias_strips, slope_rows
+from pallas_kernels.paged_attention.mosaic_plan import Operands, Partials, Plan, bias_strips, longest_first, slope_rows
 from pallas_kernels.quantized_pages import QuantizedPages
 
 if TYPE_CHECKING:
@@ -269,6 +269,7 @@ def _paged_attention(
         query_starts.astype(jnp.int32),
         page_offset,
         window,
+        longest_first(seq_lens.astype(jnp.int32)) if plan.longest_first else None,
         None if alibi_slopes is None else slope_rows(alibi_slopes, plan),
         None if relative_bias is None else bias_strips(relative_bias, plan),
         k_scale,
@@ -373,8 +374,9 @@ def _tiles(shape: Shape, heads: int) -> tuple[int, int, int]:
 def _plan(shape: Shape, config: Config, relative_bias: Array | None, *, by_row: bool) -> Plan:
     queries, parts, tiles = _tiles(shape, config.heads)
     members = shape.heads // shape.kv_heads
+    groups = shape.kv_heads // config.heads
     return Plan(
-        groups=shape.kv_heads // config.heads,
+        groups=groups,
         heads=config.heads,
         members=members,
         page=shape.page,
@@ -389,6 +391,7 @@ def _plan(shape: Shape, config: Config, relative_bias: Array | None, *, by_row: 
         copier=config.copier or tiles > 1,
         team=config.team,
         by_row=by_row,
+        longest_first=shape.rows * groups * parts * config.splits > CTAS,
         bias_width=0 if relative_bias is None else relative_bias.shape[1],
         quantized=bool(shape.int8),
         interpreted=tuning.target() is None,

@@ -33,6 +33,7 @@ class Plan(NamedTuple):
         copier: a warpgroup of its own issues the copies; otherwise the only compute warpgroup does.
         team: warpgroups that divide a split among them and add up their results in shared memory.
         by_row: row r has its query at q[r].
+        longest_first: there are more CTAs than run at once, and those of the longest rows are started first.
         bias_width: distances with a relative bias of their own; 0 if there is none.
         quantized: keys and values are int8, with a scale for each row of a block.
         interpreted: runs in the interpreter, which has no wgmma with an operand in registers.
@@ -53,6 +54,7 @@ class Plan(NamedTuple):
     copier: bool
     team: int
     by_row: bool
+    longest_first: bool
     bias_width: int
     quantized: bool
     interpreted: bool
@@ -124,6 +126,7 @@ class Operands(NamedTuple):
         k, v: [LP * K * page, H].
         page_table: [R, M]. seq_lens: [R]. query_starts: [R + 1].
         page_offset, window: [1] int32.
+        order: [R] int32, see `longest_first`; or None.
         slopes: [groups, tiles * 64] float32, see `slope_rows`; or None.
         bias: [2, K, tiles * 64, X] float32, see `bias_strips`; or None. heads is 1 then.
         k_scale, v_scale: [LP * K * page] float32, of int8 k and v; or None.
@@ -137,6 +140,7 @@ class Operands(NamedTuple):
     query_starts: Array
     page_offset: Array
     window: Array
+    order: Array | None
     slopes: Array | None
     bias: Array | None
     k_scale: Array | None
@@ -153,6 +157,19 @@ class Partials(NamedTuple):
 
     acc: Array
     stats: Array
+
+
+def longest_first(seq_lens: Array) -> Array:
+    """The rows in falling order of their lengths [R], of equal ones the first first: [R] int32.
+
+    CTAs start in the order of their numbers as others end, and a row takes as long as it is long: one that starts last would be
+    waited for (Graham, Bounds on Multiprocessing Timing Anomalies, 1969).
+    """
+    row = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
+    longer = seq_lens > seq_lens[:, None]
+    place = (longer | ((seq_lens == seq_lens[:, None]) & (row < row[:, None]))).sum(axis=1, dtype=jnp.int32)
+    # Compared with every place, where a sort would be kernels of its own.
+    return jnp.where(place == row[:, None], row, 0).sum(axis=1, dtype=jnp.int32)
 
 
 def slope_rows(slopes: Array, plan: Plan) -> Array:

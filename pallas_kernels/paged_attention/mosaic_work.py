@@ -38,6 +38,8 @@ class Work:
         self.member: Array | int = lax.axis_index("warpgroup") if plan.team > 1 else 0
 
         self.row, self.split = lax.axis_index("row"), lax.axis_index("split")
+        if plan.longest_first:
+            self.row = inputs["order"][self.row]
         group = lax.axis_index("group")
         self.group = group if plan.parts == 1 else lax.div(group, jnp.int32(plan.parts))
         first_query = jnp.int32(0) if plan.parts == 1 else lax.rem(group, jnp.int32(plan.parts)) * plan.queries

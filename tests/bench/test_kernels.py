@@ -195,6 +195,17 @@ def test_attention_data_are_owned_pages_in_nan() -> None:
 
 
 @pytest.mark.usefixtures("tiny_presets")
+def test_many_rows_with_room_are_as_long_as_traffic_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cases, "TRAFFIC_ROWS", 8)
+    group = next(group for group in attention_groups("llama", [64]) if group.cases[0].name.startswith("8 rows x traffic in 8192"))
+    data = group.data(1)
+    lengths = np.asarray(data["lengths"])
+    assert lengths.tolist() == kernel_cases.traffic_lengths(8).tolist()
+    assert len(set(lengths.tolist())) > 4
+    assert ((np.asarray(data["table"]) > 0).sum(axis=1) == -(-lengths // 64)).all()
+
+
+@pytest.mark.usefixtures("tiny_presets")
 def test_attention_over_int8_pages_reads_less_and_is_rounded() -> None:
     """Beside the same case over floats; nobody else computes it."""
     groups = [group for group in attention_groups("llama", [16]) if group.name.startswith("llama attention 8 rows x 256,")]
@@ -232,7 +243,9 @@ def test_a_step_has_five_matmuls_and_their_bytes() -> None:
 def tiny_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_cases, "preset_config", CONFIGS.__getitem__)
     monkeypatch.setattr(flash_cases, "CHUNKS", ((20, 13),))
-    monkeypatch.setattr(flash_cases, "MIXED", (3, 2, 30, 9))
+    monkeypatch.setattr(flash_cases, "ROWS", 5)
+    monkeypatch.setattr(flash_cases, "MIXED", {12: (9,)})
+    monkeypatch.setattr(flash_cases, "traffic_lengths", lambda rows: np.array([2, 16, 30, 40])[:rows])
     monkeypatch.setattr(flash_cases, "CONTEXT", 64)
     monkeypatch.setattr(flash_cases, "PAGE_SIZES", (16,))
 

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.dispatch import UnsupportedShape
 from pallas_kernels.paged_attention import PAGED_ATTENTION, mosaic, paged_attention, reference
 from pallas_kernels.paged_attention.mosaic import Config, Shape
+from pallas_kernels.paged_attention.mosaic_plan import longest_first
 from pallas_kernels.paged_attention.shapes import Case, make_biases, make_inputs
 
 MOST = dataclasses.replace(VERIFY, name="9 queries, two tiles", rows=((0, 0), (9, 9), (40, 9)), max_queries=9)
@@ -126,6 +127,37 @@ def test_nan_of_one_row_stays_in_that_row():
     result = run(FEW, inputs, offset, config)
     assert np.isnan(result[0]).all()
     np.testing.assert_array_equal(result[1:], right[1:])
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (FEW, Config(heads=4, keys=16, stages=2)),
+        (FEW, Config(heads=2, keys=32, stages=2, splits=2)),
+        (VERIFY, Config(heads=1, keys=64, stages=1)),
+    ],
+    ids=["decode", "splits", "verify"],
+)
+def test_the_order_of_the_rows_changes_nothing(case, config, monkeypatch):
+    """Bit for bit what it is when they begin as they lie in the batch."""
+    inputs, offset = make_inputs(case)
+    as_they_lie = run(case, inputs, offset, config)
+    monkeypatch.setattr(mosaic, "CTAS", 1)
+    heads = case.num_heads, case.num_kv_heads, case.head_dim
+    shape = Shape(len(inputs.seq_lens), case.max_queries or 1, *heads, case.page_size, 80, 0)
+    assert mosaic._plan(shape, config, None, by_row=case.decode).longest_first
+    np.testing.assert_array_equal(run(case, inputs, offset, config), as_they_lie)
+
+
+def test_the_longest_rows_are_first():
+    lengths = np.random.default_rng().integers(0, 20, 61).astype(np.int32)
+    np.testing.assert_array_equal(longest_first(jnp.asarray(lengths)), np.argsort(-lengths, kind="stable"))
+
+
+def test_rows_are_ordered_only_where_not_all_of_them_run_at_once():
+    for rows, ordered in ((8, False), (33, False), (34, True), (256, True)):
+        plan = mosaic._plan(Shape(rows, 1, 32, 8, 128, 16, 2048, 0), Config(heads=1, keys=64, stages=3), None, by_row=True)
+        assert plan.longest_first is ordered
 
 
 @pytest.mark.slow
