@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from llmjax.engine.compile_pool import LoweringFailed, LoweringPool
 from llmjax.engine.compile_store import ProgramStore
 from llmjax.engine.config import ResolvedConfig
 from llmjax.engine.drafting import Drafter, ModelDrafter, NgramDrafter, TruncatedDrafter
+from llmjax.engine.prompt_scores import Unscored, score_step
 from llmjax.engine.speculative import catch_up_layout, catch_up_step, extend_with_draft, speculate_layout, speculate_step
 from llmjax.engine.state import ROWS_A_RESET, init_state, no_known_tokens, no_seen_tokens, pack_masks, pack_resets, reset_rows
 from llmjax.engine.step import decode_layout, decode_steps, extend_layout, extend_step
@@ -40,7 +42,7 @@ log = logging.getLogger(__name__)
 Key = tuple[str, int, int]
 """Kind, rows, pages or tokens, and steps or drafts.
 
-Kinds are "reset", "wipe", "decode" and "extend"; with speculation "speculate", and with a draft model "catch_up"."""
+Kinds are "reset", "wipe", "decode", "extend" and "score"; with speculation "speculate", and with a draft model "catch_up"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +172,7 @@ def wanted(engine_config: ResolvedConfig) -> list[Key]:
     """The programs of an engine, in the order in which they are warmed up."""
     keys: list[Key] = [("reset", ROWS_A_RESET, 1), ("wipe", PAGES_A_WIPE, 1)]
     keys += [("decode", rows, steps) for rows in engine_config.row_buckets for steps in engine_config.step_counts]
-    keys += [("extend", tokens, 1) for tokens in engine_config.token_buckets]
+    keys += [(kind, tokens, 1) for kind in ("extend", "score") for tokens in engine_config.token_buckets]
     speculative = engine_config.speculative
     if speculative is None:
         return keys
@@ -196,7 +198,7 @@ def name(key: Key) -> str:
     kind, size, steps = key
     if kind == "speculate":
         return f"speculate {size} rows x {steps} drafts"
-    unit = {"reset": "rows", "wipe": "pages", "decode": "rows", "extend": "tokens", "catch_up": "tokens"}[kind]
+    unit = {"reset": "rows", "wipe": "pages", "decode": "rows", "extend": "tokens", "score": "tokens", "catch_up": "tokens"}[kind]
     return f"{kind} {size} {unit}" + (f" x {steps} steps" if steps > 1 else "")
 
 
@@ -221,6 +223,10 @@ def step_function(key: Key, model: Model, shapes: Shapes) -> tuple[Callable[...,
             arguments = (cache, draft_cache)
         step.__name__ = kind
         return step, (*arguments, jax.ShapeDtypeStruct((size,), np.int32)), tuple(range(len(arguments)))
+    if kind == "score":
+        step = functools.partial(score_step, model=model, config=config)
+        step.__name__ = kind
+        return step, (shapes.params, *_unscored(size, model, shapes)), ()
     if kind == "decode":
         width = decode_layout(rows=size, num_steps=steps, page_size=page_size).width
         step = functools.partial(decode_steps, model=model, config=config, rows=size, num_steps=steps)
@@ -244,6 +250,16 @@ def step_function(key: Key, model: Model, shapes: Shapes) -> tuple[Callable[...,
     if kind == "speculate" or (kind == "extend" and shapes.draft is not None):
         return step, (shapes.params, draft_params, state, update, cache, draft_cache), (2, 4, 5)
     return step, (shapes.params, state, update, cache), (1, 3)
+
+
+def _unscored(tokens: int, model: Model, shapes: Shapes) -> Unscored:
+    """The shapes of what an extend launch leaves to be scored."""
+    if is_shared_decoder(model):
+        own: Any = shapes.config  # a `ModelConfig`: the shared decoder has no other
+        return Unscored(jax.ShapeDtypeStruct((tokens, own.hidden_size), own.dtype), jax.ShapeDtypeStruct((tokens,), np.int32))
+    step, arguments, _ = step_function(("extend", tokens, 1), model, shapes)
+    unscored: Unscored = jax.eval_shape(step, *arguments)[2]
+    return unscored
 
 
 def _zero_both(
@@ -377,7 +393,7 @@ def _compile(
     start = time.perf_counter()
     executable = compile_lowered(lowered)
     timeline.add("compile", start, end := time.perf_counter())
-    return executable, Program(name(key), lower_seconds, end - start, temp_bytes(executable), source)
+    return executable, Program(name(key), lower_seconds, end - start, temp_bytes(key, executable), source)
 
 
 def compile_lowered(lowered: jax.stages.Lowered) -> Any:
@@ -385,10 +401,12 @@ def compile_lowered(lowered: jax.stages.Lowered) -> Any:
     return lowered.compile(compiler_options=_GPU_OPTIONS if platform() == "cuda" else None)
 
 
-def temp_bytes(executable: Any) -> int:
-    """Bytes an executable says it needs beside its arguments: temporaries, and outputs that take no donated argument's place. 0
-    where it does not say."""
+def temp_bytes(key: Key, executable: Any) -> int:
+    """Bytes a program needs beside what is held between launches, by what its executable says: temporaries, outputs that take no
+    donated argument's place, and what another program left for it. 0 where it does not say."""
     memory = executable.memory_analysis()
     if memory is None:
         return 0
-    return int(memory.temp_size_in_bytes + max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0))
+    left = jax.tree.leaves(executable.args_info[0][1:]) if key[0] == "score" else []  # all but the parameters
+    outputs = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
+    return int(memory.temp_size_in_bytes + outputs + sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in left))

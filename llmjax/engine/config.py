@@ -14,7 +14,7 @@ from llmjax.scheduling.speculation_config import SpeculationConfig as Speculatio
 PAGE_SIZES = (16, 32, 64)
 KV_CACHE_DTYPES = (None, "int8")
 DEFAULT_MAX_CONTEXT = 8192
-MAX_PROGRAMS = 16
+MAX_PROGRAMS = 20
 MAX_SPECULATIVE_PROGRAMS = 11
 """More of them with speculation: two numbers of drafts in each of five row buckets, and one that fills a draft model's cache. A
 launch of the full number costs rows that are unsure of their drafts more than it gives them, and plain programs stay in use."""
@@ -37,7 +37,8 @@ class EngineConfig:
         decode_steps: decode steps in one launch when no waiting request could be taken in before it ends and, if it lasts longer
             than 5 ms, none is likely to come meanwhile; None takes 8 on a GPU, 1 on a CPU, whose steps dwarf the host's work.
         row_buckets: batch sizes decode programs are compiled for; empty chooses by `max_sequences`.
-        token_buckets: token counts extend programs are compiled for; empty chooses by `max_tokens_per_step`.
+        token_buckets: token counts that extend programs, and those that score prompts, are compiled for; empty chooses by
+            `max_tokens_per_step`.
         lanes: of the queue, from that of the shortest requests to that of the longest. One lane is first come, first served.
         max_wait: seconds after which a lane that nobody was taken from is next, whatever the weights say.
         seed: for requests without one; None draws from the operating system.
@@ -139,7 +140,7 @@ class EngineConfig:
         step_counts = tuple(dict.fromkeys((1, steps)))
         if self.deterministic:  # one program each, so that a row's arithmetic does not depend on its neighbours
             rows, token_buckets, step_counts = rows[-1:], (tokens,), (steps,)
-        programs = len(rows) * len(step_counts) + len(token_buckets) + 2  # and reset and wipe
+        programs = len(rows) * len(step_counts) + 2 * len(token_buckets) + 2  # extend and score; and reset and wipe
         speculating: tuple[int, ...] = ()
         if self.speculative is not None:
             last = pick(rows, min(self.speculative.disable_above_batch, rows[-1]))

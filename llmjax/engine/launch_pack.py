@@ -183,8 +183,7 @@ class LaunchPack:
             bias_ids=padded(list(bias), MAX_BIAS, -1, np.int32),
             bias_values=padded(list(bias.values()), MAX_BIAS, 0.0, np.float32),
         )  # fmt: skip
-        wants = params.prompt_logprobs if request.scores_prompt and params.prompt_logprobs is not None else -1
-        return RowReset(row.row, row.start, request.num_prompt_tokens, request.limit, wants, table, settings)
+        return RowReset(row.row, row.start, request.num_prompt_tokens, request.limit, table, settings)
 
 
 def _seen_tokens(rows: list[ScheduledRow]) -> SeenTokens:

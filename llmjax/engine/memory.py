@@ -20,6 +20,7 @@ import numpy as np
 
 from llmjax.engine.compile_programs import DraftShapes, Key, Shapes, compile_lowered, draft_lengths, lower, temp_bytes
 from llmjax.engine.config import ResolvedConfig
+from llmjax.engine.prompt_scores import SCORE_CHUNK
 from llmjax.errors import ConfigError, OutOfMemoryError
 from llmjax.model.kv_cache import bytes_beside_pages, cache_bytes_per_page
 from llmjax.model.registry import Model, is_shared_decoder
@@ -277,7 +278,8 @@ def expected_temporaries(model: Model, shapes: Shapes) -> int:
         return measure_temporaries(model, shapes)[0]
     config = shapes.engine_config
     tokens = config.token_buckets[-1]
-    logits = max(config.row_buckets[-1], min(tokens, config.max_sequences))  # rows of them that one launch samples from
+    # Rows of them that exist at once: those that a launch samples from, or scores.
+    logits = max(config.row_buckets[-1], min(tokens, max(config.max_sequences, SCORE_CHUNK)))
     if config.speculative is not None:
         logits = max(logits, config.speculate_row_buckets[-1] * (1 + draft_lengths(config)[-1]))
     decoders: list[Any] = [shapes.config, *([] if shapes.draft is None else [shapes.draft.config])]  # `ModelConfig`s
@@ -313,6 +315,7 @@ def _largest(engine_config: ResolvedConfig) -> list[Key]:
     """The programs one of which needs most: the most tokens, and the most rows with logits."""
     keys: list[Key] = [
         ("extend", engine_config.token_buckets[-1], 1),
+        ("score", engine_config.token_buckets[-1], 1),
         ("decode", engine_config.row_buckets[-1], max(engine_config.step_counts)),
     ]
     if engine_config.speculative is not None:
@@ -330,5 +333,5 @@ def _with_layers(shapes: Shapes, count: int) -> Shapes:
 def _temporaries(model: Model, programs: list[tuple[Key, Shapes]]) -> list[int]:
     """Temporaries and outputs that are no donated argument, of each program."""
     with ThreadPoolExecutor(max(len(programs), 1), thread_name_prefix="probe") as threads:
-        compiling = [threads.submit(compile_lowered, lower(key, model, shapes)) for key, shapes in programs]
-        return [temp_bytes(future.result()) for future in compiling]
+        compiling = [(key, threads.submit(compile_lowered, lower(key, model, shapes))) for key, shapes in programs]
+        return [temp_bytes(key, future.result()) for key, future in compiling]

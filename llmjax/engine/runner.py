@@ -18,9 +18,11 @@ from llmjax.engine.compile_counter import CompileCounter
 from llmjax.engine.compile_programs import Key, catch_up_key
 from llmjax.engine.config import ResolvedConfig
 from llmjax.engine.launch_pack import LaunchPack, padded
+from llmjax.engine.prompt_scores import PromptScoresOnDevice, Unscored
 from llmjax.engine.row_masks import RowMasks
 from llmjax.engine.speculative import ACCEPTED, DRAFTED
 from llmjax.engine.state import ROWS_A_RESET, DeviceState, init_state, pack_masks
+from llmjax.engine.step import StepTokens
 from llmjax.engine.token_masks import num_mask_words
 from llmjax.errors import ModelError
 from llmjax.model.kv_cache import NULL_PAGE, PAGES_A_WIPE, KVCache, init_cache, with_key_channels
@@ -36,14 +38,14 @@ def on_device(params: Any) -> Any:
 
 
 class PendingStep:
-    """A launch of `program` that was dispatched; `result()` waits for it and brings its small outputs to the host."""
+    """A launch of `program` that was dispatched; `result()` waits for it and brings its small outputs to the host. `scores` are
+    computed behind it, and None where nobody wants them."""
 
-    def __init__(self, batch: ScheduledBatch, program: Key, tokens: Any, scores: Any) -> None:
+    def __init__(self, batch: ScheduledBatch, program: Key, tokens: StepTokens, scores: PromptScoresOnDevice | None) -> None:
         self.batch = batch
         self.program = program
         self._tokens, self._scores = tokens, scores
         self._wants_top = any(row.request.params.logprobs for row in batch.rows)
-        self._wants_scores = any(row.wants_prompt_logprobs for row in batch.rows)
         tokens.summary.copy_to_host_async()
         if self._wants_top:
             tokens.top_ids.copy_to_host_async()
@@ -52,7 +54,8 @@ class PendingStep:
     @property
     def ended(self) -> bool:
         """Whether the device is done with it."""
-        return bool(self._tokens.summary.is_ready())
+        last = self._tokens.summary if self._scores is None else self._scores.top_logprobs
+        return bool(last.is_ready())
 
     def result(self) -> StepOutput:
         """The launch's outputs as numpy, cut to the rows that were scheduled."""
@@ -64,7 +67,7 @@ class PendingStep:
             proposed, accepted = ((flags & bit != 0).sum(axis=0, dtype=np.int32) for bit in (DRAFTED, ACCEPTED))
         if self._wants_top:
             top = TopLogprobs(np.asarray(self._tokens.top_ids)[:, :rows], np.asarray(self._tokens.top_logprobs)[:, :rows])
-        if self._wants_scores:
+        if self._scores is not None:
             used = self.batch.num_tokens
             scores = PromptScores(*(np.asarray(a)[:used] for a in self._scores))
         return StepOutput(
@@ -164,7 +167,11 @@ class ModelRunner:
         """Run every program once on padding rows, so that serving loads and allocates nothing. With speculation also measure
         those that there is a choice of, each twice more."""
         for key in self._executables:
-            self._launch(key, self._pack.padding(*key))
+            if key[0] == "score":
+                continue  # runs behind the extend program that it belongs to
+            _, unscored = self._launch(key, self._pack.padding(*key))
+            if unscored is not None:
+                jax.block_until_ready(self._score(unscored))
         jax.block_until_ready(self.arrays)
         if self._measures:
             seconds = {key: self._seconds(key) for key in self._executables if key[0] in ("decode", "speculate")}
@@ -184,10 +191,10 @@ class ModelRunner:
             took.append(time.perf_counter() - start)
         return min(took)
 
-    def _launch(self, key: Key, packed: Any, masks: Any = None) -> tuple[Any, Any]:
+    def _launch(self, key: Key, packed: Any, masks: Any = None) -> tuple[StepTokens | None, Unscored | None]:
         executable = self._executables[key]
         compiled = CompileCounter()
-        tokens = scores = None
+        tokens = unscored = None
         if key[0] == "reset":
             self._state = executable(self._state, packed, self._no_masks if masks is None else masks)
         elif key[0] == "catch_up":
@@ -202,15 +209,22 @@ class ModelRunner:
             if key[0] == "wipe":
                 self._cache, self._draft_cache = executable(self._cache, self._draft_cache, packed)
             else:
-                self._state, tokens, scores, self._cache, self._draft_cache = executable(
+                self._state, tokens, unscored, self._cache, self._draft_cache = executable(
                     self._params, self._draft_params, self._state, packed, self._cache, self._draft_cache
                 )
         elif key[0] == "wipe":
             self._cache = executable(self._cache, packed)
         else:
-            self._state, tokens, scores, self._cache = executable(self._params, self._state, packed, self._cache)
+            self._state, tokens, unscored, self._cache = executable(self._params, self._state, packed, self._cache)
         self._compiles_after_ready += compiled.count
-        return tokens, scores
+        return tokens, unscored
+
+    def _score(self, unscored: Unscored) -> PromptScoresOnDevice:
+        executable = self._executables[("score", unscored.targets.shape[0], 1)]
+        compiled = CompileCounter()
+        scores: PromptScoresOnDevice = executable(self._params, *unscored)
+        self._compiles_after_ready += compiled.count
+        return scores
 
     # -- launches
 
@@ -238,7 +252,11 @@ class ModelRunner:
         else:
             program = ("extend", pick(self.token_buckets, batch.num_tokens), 1)
             packed = self._pack.extend(batch, program[1])
-        return PendingStep(batch, program, *self._launch(program, packed))
+        tokens, unscored = self._launch(program, packed)
+        assert tokens is not None
+        wants = unscored is not None and any(row.wants_prompt_logprobs for row in batch.rows)
+        # Nobody keeps the hidden states: they are as large as many rows' state.
+        return PendingStep(batch, program, tokens, self._score(unscored) if wants else None)
 
     def set_draft_temperature(self, temperature: float) -> None:
         """Draft at this temperature, relative to the requests', from the next launch on."""

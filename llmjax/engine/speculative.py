@@ -29,12 +29,12 @@ from llmjax.engine.drafting import (
     draft_by_model,
 )
 from llmjax.engine.ngram import ngram_drafts
+from llmjax.engine.prompt_scores import Unscored
 from llmjax.engine.sample import Drafts, sample
 from llmjax.engine.state import DeviceState, mask_slot
 from llmjax.engine.step import (
     MovingRows,
     Pieces,
-    PromptScoresOnDevice,
     StepTokens,
     append_pages,
     extend_batch,
@@ -153,15 +153,15 @@ def extend_with_draft(
     drafter: ModelDrafter,
     tokens: int,
     rows: int,
-) -> tuple[DeviceState, StepTokens, PromptScoresOnDevice, KVCache, KVCache]:
+) -> tuple[DeviceState, StepTokens, Unscored, KVCache, KVCache]:
     """`extend_step`, and the same tokens through the draft model: what is in the target's pages is then in its own."""
     updates = extend_layout(tokens=tokens, rows=rows, page_size=kv_cache.page_size).unpack(packed)
     _, batch = extend_batch(append_pages(state, updates), updates, page_size=kv_cache.page_size)
     _, draft_cache = drafter.model.forward(draft_params, batch, draft_cache, config=drafter.config, decode=False)
-    state, sampled, scores, kv_cache = extend_step(
+    state, sampled, unscored, kv_cache = extend_step(
         params, state, packed, kv_cache, model=model, config=config, tokens=tokens, rows=rows
     )
-    return state, sampled, scores, kv_cache, draft_cache
+    return state, sampled, unscored, kv_cache, draft_cache
 
 
 def catch_up_step(

@@ -35,7 +35,6 @@ class DeviceState(NamedTuple):
         active: the row decodes: its prompt is computed and it has not ended.
         page_table: page ids in order of position; unused entries are the null page.
         settings: sampling settings, one entry a row.
-        prompt_logprobs: alternatives wanted a prompt token, -1 for no scoring.
         counts: per row and token id, see `PROMPT_BIT`.
         masked: the row samples only what `allowed` allows: each token takes another mask, from the host, which brings with a
             launch that of its next token and, if it makes drafts for the row, that of the token behind each.
@@ -52,7 +51,6 @@ class DeviceState(NamedTuple):
     active: Bool[Array, "B1"]
     page_table: Int[Array, "B1 M"]
     settings: SamplingSettings
-    prompt_logprobs: Int[Array, "B1"]
     counts: Int[Array, "B1 V"]
     masked: Bool[Array, "B1"]
     allowed: Int[Array, "P*B1 W"]
@@ -87,7 +85,6 @@ def init_state(
                 stop_ids=jnp.full((rows, MAX_STOPS), -1, jnp.int32),
                 bias_ids=jnp.full((rows, MAX_BIAS), -1, jnp.int32), bias_values=jnp.zeros((rows, MAX_BIAS), jnp.float32),
             ),
-            prompt_logprobs=ints - 1,
             counts=jnp.zeros((rows, vocab_size), jnp.int32),
             masked=jnp.zeros((rows,), bool),
             allowed=jnp.zeros((mask_places * rows, num_mask_words(vocab_size)), jnp.int32),
@@ -107,7 +104,6 @@ class RowReset(NamedTuple):
     num_cached: int
     num_prompt: int
     limit: int
-    prompt_logprobs: int
     page_table: np.ndarray  # int32 [M]
     settings: SamplingSettings  # numpy values of one row
 
@@ -115,7 +111,7 @@ class RowReset(NamedTuple):
 _INTS = ("top_k", "choice", "num_logprobs", "processed_logprobs", "min_tokens")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _NO_ROW = np.iinfo(np.int32).max  # an index beyond every state: the scatter drops it
-_HEAD = 5  # row, num_cached, num_prompt, limit, prompt_logprobs
+_HEAD = 4  # row, num_cached, num_prompt, limit
 
 
 class SeenTokens(NamedTuple):
@@ -165,7 +161,7 @@ def pack_resets(resets: list[RowReset], seen: SeenTokens, *, max_pages: int, kno
         s = reset.settings
         floats = np.array([getattr(s, name) for name in _FLOATS], np.float32)
         pieces = (
-            np.array([reset.row, reset.num_cached, reset.num_prompt, reset.limit, reset.prompt_logprobs], np.int32),
+            np.array([reset.row, reset.num_cached, reset.num_prompt, reset.limit], np.int32),
             np.array([int(getattr(s, name)) for name in _INTS], np.int32),
             floats.view(np.int32),
             np.asarray(s.seed, np.uint32).view(np.int32),
@@ -232,7 +228,6 @@ def reset_rows(state: DeviceState, packed: Int[Array, "width"], masks: Int[Array
         num_prompt=state.num_prompt.at[rows].set(num_prompt, mode="drop"),
         limit=state.limit.at[rows].set(head[:, 3], mode="drop"),
         active=state.active.at[rows].set(False, mode="drop"),
-        prompt_logprobs=state.prompt_logprobs.at[rows].set(head[:, 4], mode="drop"),
         page_table=state.page_table.at[rows].set(pages, mode="drop"),
         settings=settings,
         counts=state.counts.at[rows].set(0, mode="drop").at[seen_rows, seen_ids].add(seen_counts, mode="drop"),

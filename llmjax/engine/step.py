@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from llmjax.engine.sample import NUM_TOP, PROMPT_BIT, Sampled, SamplingSettings, sample, token_scores
+from llmjax.engine.prompt_scores import Unscored
+from llmjax.engine.sample import PROMPT_BIT, Sampled, SamplingSettings, sample
 from llmjax.engine.state import DeviceState
 from llmjax.engine.token_masks import TokenMasks
 from llmjax.model.batch import ModelBatch
 from llmjax.model.kv_cache import KVCache
 from llmjax.model.registry import DecoderConfig, Model
-
-SCORE_CHUNK = 64  # prompt tokens whose logits exist at once while a prompt is scored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,15 +81,6 @@ class StepTokens(NamedTuple):
     summary: Int[Array, "K R 4"]
     top_ids: Int[Array, "K R 20"]
     top_logprobs: Float[Array, "K R 20"]
-
-
-class PromptScoresOnDevice(NamedTuple):
-    """Of each packed token of an extend launch: how likely the *next* prompt token was. Zeros when no row asked."""
-
-    logprobs: Float[Array, "T"]
-    ranks: Int[Array, "T"]
-    top_ids: Int[Array, "T 20"]
-    top_logprobs: Float[Array, "T 20"]
 
 
 def decode_steps(
@@ -155,11 +145,12 @@ def extend_step(
     config: DecoderConfig,
     tokens: int,
     rows: int,
-) -> tuple[DeviceState, StepTokens, PromptScoresOnDevice, KVCache]:
+) -> tuple[DeviceState, StepTokens, Unscored, KVCache]:
     """One launch over ragged chunks of at most `rows` rows and `tokens` tokens; decoding rows join with one token each.
 
     A decoding row's input is the device's own last token. Such a row that has ended already (the host may not know
-    yet) is left alone. `state` and `kv_cache` are meant to be donated.
+    yet) is left alone. Prompts are scored from what comes back, by `score_step`. `state` and `kv_cache` are meant to be
+    donated.
     """
     updates = extend_layout(tokens=tokens, rows=rows, page_size=kv_cache.page_size).unpack(packed)
     state = append_pages(state, updates)
@@ -168,8 +159,8 @@ def extend_step(
     lengths, decoding, live, owner, is_token = chunks
     hidden, kv_cache = model.forward(params, batch, kv_cache, config=config, decode=False)
 
-    scoring = ((state.prompt_logprobs[index] >= 0) & live & ~decoding).any()
-    scores = _score_prompt(params, hidden, ids, owner, updates, scoring, model=model, config=config)
+    is_last = jnp.arange(tokens) + 1 >= updates["query_starts"][owner + 1]
+    unscored = Unscored(hidden, jnp.where(is_last, updates["next_tokens"][owner], jnp.roll(ids, -1)))
     state = _count_given_tokens(state, index[owner], ids, positions, is_token & ~decoding[owner])
     state = state._replace(seq_lens=state.seq_lens.at[index].add(jnp.where(live, lengths, 0)))
     last = model.logits(params, hidden[batch.logits_indices], config=config)
@@ -178,7 +169,7 @@ def extend_step(
     moving, counts, sampled = _sample_rows(fixed, moving, state.counts, state.allowed, index, live, wants, last)
     state = note_tokens(state, index[owner], positions, jnp.where(is_token, ids, -1))
     state = note_tokens(state, index, moving.seq_lens, sampled.summary[..., 0])
-    return scatter_rows(state, index, moving, counts), jax.tree.map(lambda a: a[None], sampled), scores, kv_cache
+    return scatter_rows(state, index, moving, counts), jax.tree.map(lambda a: a[None], sampled), unscored, kv_cache
 
 
 class Chunks(NamedTuple):
@@ -320,40 +311,3 @@ def _count_given_tokens(state: DeviceState, rows: Array, ids: Array, positions: 
     counts = counts.at[rows, jnp.where(again, ids, vocab)].add(1, mode="drop")
     num_output = state.num_output.at[rows].add(again.astype(jnp.int32))
     return state._replace(counts=counts, num_output=num_output)
-
-
-def _score_prompt(
-    params: Any,
-    hidden: Array,
-    ids: Array,
-    owner: Array,
-    updates: dict[str, Array],
-    scoring: Array,
-    *,
-    model: Model,
-    config: DecoderConfig,
-) -> PromptScoresOnDevice:
-    """Logprobs of the prompt tokens that follow each packed token, with the head computed in chunks; nothing unless
-    `scoring` (bool scalar)."""
-    tokens = ids.shape[0]
-    chunk = min(SCORE_CHUNK, tokens)
-    padded = -(-tokens // chunk) * chunk
-    is_last = jnp.arange(tokens) + 1 >= updates["query_starts"][owner + 1]
-    targets = jnp.where(is_last, updates["next_tokens"][owner], jnp.roll(ids, -1))
-
-    def score() -> PromptScoresOnDevice:
-        def one(piece: tuple[Array, Array]) -> tuple[Array, Array, Array, Array]:
-            piece_hidden, piece_targets = piece
-            return tuple(token_scores(model.logits(params, piece_hidden, config=config), piece_targets))
-
-        split = lambda a: jnp.pad(a, [(0, padded - tokens)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, chunk, *a.shape[1:])  # noqa: E731
-        parts = jax.lax.map(one, (split(hidden), split(jnp.maximum(targets, 0))))
-        return PromptScoresOnDevice(*(a.reshape(padded, *a.shape[2:])[:tokens] for a in parts))
-
-    def skip() -> PromptScoresOnDevice:
-        return PromptScoresOnDevice(
-            jnp.zeros((tokens,), jnp.float32), jnp.zeros((tokens,), jnp.int32),
-            jnp.zeros((tokens, NUM_TOP), jnp.int32), jnp.zeros((tokens, NUM_TOP), jnp.float32),
-        )  # fmt: skip
-
-    return jax.lax.cond(scoring, score, skip)

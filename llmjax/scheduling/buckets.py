@@ -1,8 +1,8 @@
 """Buckets: the few static sizes programs are compiled for, and which one a launch takes.
 
 A launch of n rows (or tokens) runs in the smallest bucket that holds n and is padded to it. Decode programs number row
-buckets x {1, K steps} and extend programs token buckets, so the limits below keep the sum at 14: with the few small
-programs beside them an engine compiles sixteen at most. Knows numbers only.
+buckets x {1, K steps}, and extend programs and those that score prompts token buckets each, so the limits below keep the sum at
+18: with the two small programs beside them an engine compiles twenty at most. Knows numbers only.
 """
 
 from __future__ import annotations

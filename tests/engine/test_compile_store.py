@@ -96,7 +96,8 @@ def test_b79_only_changed_shapes_compile_anew(tmp_path: Path) -> None:
     _, found = sources(dataclasses.replace(shapes(), engine_config=seeded), ProgramStore(tmp_path))
     assert set(found.values()) == {"store"}  # numbers that no program depends on
     _, found = sources(shapes(rows=(1, 2)), ProgramStore(tmp_path))
-    stored = dict.fromkeys(("reset 8 rows", "wipe 16 pages", "decode 2 rows", "extend 16 tokens"), "store")
+    names = ("reset 8 rows", "wipe 16 pages", "decode 2 rows", "extend 16 tokens", "score 16 tokens")
+    stored = dict.fromkeys(names, "store")
     assert found == stored | {"decode 1 rows": "lowered"}
     _, found = sources(shapes(pages=10), ProgramStore(tmp_path))
     assert found == dict.fromkeys(stored, "lowered")

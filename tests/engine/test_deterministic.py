@@ -56,7 +56,7 @@ def request(rng: random.Random) -> tuple[list[int], SamplingParams]:
 
 def test_the_programs_are_one_of_each_kind(engine: Engine) -> None:
     assert [program.name for program in engine.programs] == [
-        "reset 8 rows", "wipe 16 pages", "decode 4 rows x 3 steps", "extend 16 tokens",
+        "reset 8 rows", "wipe 16 pages", "decode 4 rows x 3 steps", "extend 16 tokens", "score 16 tokens",
     ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from fakes_text import EOS_ID, plain_byte_tokenizer
 from scripted_model import Scripted, ScriptedConfig
 from tiny_models import CONFIGS, log_softmax, naive_greedy, random_params
 
-from llmjax.engine.config import EngineConfig
+from llmjax.engine.config import MAX_PROGRAMS, EngineConfig
 from llmjax.engine.engine import Engine
 from llmjax.engine.llm import LLM
 from llmjax.engine.outputs import RequestOutput
@@ -261,7 +261,7 @@ def test_b78_no_option_compiles_after_ready(flat: Scripted) -> None:
             flat.engine.add_request([1] * length, SamplingParams(**{"max_tokens": 5} | fields))
     collect(flat.engine)
     assert flat.engine.runner.compiles_after_ready == 0
-    assert len(flat.engine.programs) <= 16
+    assert len(flat.engine.programs) <= MAX_PROGRAMS
     assert _live_bytes() == live  # nothing on the device grows while serving
 
 

@@ -192,7 +192,7 @@ class _WithoutHistory(NamedTuple("_Fields", [(n, t) for n, t in DeviceState.__an
 def test_without_speculation_the_programs_are_those_without_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     resolved = options(decode_steps=3).resolved(gpu=False, model_max_context=512)
     shapes = Shapes(CONFIG, abstract(random_params(CONFIG)), resolved, 9)
-    assert [key[0] for key in wanted(resolved)] == ["reset", "wipe", "decode", "decode", "extend"]
+    assert [key[0] for key in wanted(resolved)] == ["reset", "wipe", "decode", "decode", "extend", "score"]
     keys = [("reset", 8, 1), ("decode", 4, 3), ("extend", 32, 1)]
     with_field = [lower(key, get_model(CONFIG.family), shapes).as_text() for key in keys]
     state = shapes.state()

@@ -168,7 +168,7 @@ def test_processes_that_fail_cost_only_time(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(startup, "useful_workers", lambda programs, cores: 2)
     monkeypatch.setattr(compile_pool, "_CODE", "raise SystemExit(1)  # {path} {handle}")
     engine = Engine(CONFIG, random_params(CONFIG), None, EngineConfig(**OPTIONS))
-    assert caplog.text.count("is lowered again in this process") == len(engine.programs) == 4
+    assert caplog.text.count("is lowered again in this process") == len(engine.programs) == 5
 
 
 def test_processes_are_started_only_for_the_device_they_can_lower_for(monkeypatch: pytest.MonkeyPatch) -> None:
