@@ -270,7 +270,8 @@ def test_on_a_gpu_a_program_of_several_steps_is_compiled_after_that_of_one(monke
         def __init__(self, key: Any) -> None:
             self.key = key
 
-        def compile(self) -> Any:
+        def compile(self, *, compiler_options: Any) -> Any:
+            assert compiler_options
             start = time.perf_counter()
             time.sleep(0.05)
             done[compile_programs_module.name(self.key)] = (start, time.perf_counter())
