@@ -23,6 +23,7 @@ from llmjax.model.registry import get_model
 from llmjax.sampling_params import SamplingParams
 
 CONFIG = CONFIGS["llama"]
+KERNELS = ("pallas_call", "mpmd_map")
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132))
 
 
@@ -51,7 +52,7 @@ def equations(jaxpr: Any, *, in_condition: bool = False) -> Iterator[tuple[str, 
         if name == "platform_index":
             decided += equation.outvars
         is_condition = name == "cond" and not any(equation.invars[0] is variable for variable in decided)
-        if name != "pallas_call":
+        if name not in KERNELS:
             for inner in jaxprs_in_params(equation.params):
                 yield from equations(inner, in_condition=in_condition or is_condition)
 
