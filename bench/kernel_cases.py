@@ -31,7 +31,7 @@ L2_IS_COLD = 320_000_000
 TOKENS = (32, 1, 256, 8, 64, 128, 16)  # by value: the first ones are timed even when there is little time
 PAGE_SIZES = (16, 64, 32)
 
-TRAFFIC_ROWS, TRAFFIC_ROOM = 64, 8192
+TRAFFIC_ROWS, TRAFFIC_ROOM = 32, 8192
 """From so many rows on, with room for contexts of so many tokens, decoding attention is timed on lengths as traffic has them."""
 
 LAYER_CALLS = 1 << 14

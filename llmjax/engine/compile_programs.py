@@ -36,6 +36,7 @@ from llmjax.model.kv_cache import PAGES_A_WIPE, KVCache, init_cache, zero_pages
 from llmjax.model.registry import DecoderConfig, Model, get_model, is_shared_decoder
 from llmjax.scheduling.buckets import pick
 from llmjax.telemetry.startup import Timeline
+from pallas_kernels import kernel_names
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +72,13 @@ CATCH_UP_TOKENS = 256
 """Tokens of a launch that fills a draft model's cache, about: few rows have holes, and these are short or of any length."""
 
 
-_GPU_OPTIONS = {"xla_gpu_memory_limit_slop_factor": 1000}
-"""XLA counts the donated pool twice, as an argument and as a result. It would take the memory for full, and compute small things
-once a layer rather than keep them; whether there is room for temporaries is for the plan of the memory to say."""
+MEMORY_SLOP = 1000
+"""Percent of what XLA takes to be free. It counts the donated pool twice, as an argument and as a result, would take the memory
+for full, and compute small things once a layer rather than keep them. Whether temporaries have room is for the plan to say."""
+
+FEW_ROWS = 16
+"""Up to so many rows XLA may take Triton for matmuls that are not our kernels: for a single row cuBLAS is far slower. For more
+rows and for prompts cuBLAS is as good or better, and trying both takes a cold start eight seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,6 +276,8 @@ def _zero_both(
 def lower(key: Key, model: Model, shapes: Shapes) -> jax.stages.Lowered:
     """A program, traced and lowered here, for the default device."""
     step, arguments, donated = step_function(key, model, shapes)
+    if platform() == "cuda":
+        kernel_names.keep_stable()
     return jax.jit(step, donate_argnums=donated).lower(*arguments)
 
 
@@ -280,6 +287,8 @@ def export(key: Key, model: Model, shapes: Shapes, platform: str) -> jax.export.
     On "cuda" for the device of the abstract mesh in force, else the default device.
     """
     step, arguments, donated = step_function(key, model, shapes)
+    if platform == "cuda":
+        kernel_names.keep_stable()
     kernels = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")  # the same JAX compiles it, so it need not be stable
     jitted = jax.jit(step, donate_argnums=donated)
     exported = jax.export.export(jitted, platforms=(platform,), disabled_checks=(kernels,))(*arguments)
@@ -391,14 +400,18 @@ def _compile(
     if first is not None:
         concurrent.futures.wait([first])
     start = time.perf_counter()
-    executable = compile_lowered(lowered)
+    executable = compile_lowered(key, lowered)
     timeline.add("compile", start, end := time.perf_counter())
     return executable, Program(name(key), lower_seconds, end - start, temp_bytes(key, executable), source)
 
 
-def compile_lowered(lowered: jax.stages.Lowered) -> Any:
-    """The executable, made as all of the engine's programs are."""
-    return lowered.compile(compiler_options=_GPU_OPTIONS if platform() == "cuda" else None)
+def compile_lowered(key: Key, lowered: jax.stages.Lowered) -> Any:
+    """The executable of a program, compiled as XLA's defaults would not."""
+    if platform() != "cuda":
+        return lowered.compile()
+    few = key[0] in ("decode", "speculate") and key[1] <= FEW_ROWS
+    options = {"xla_gpu_memory_limit_slop_factor": MEMORY_SLOP, "xla_gpu_enable_triton_gemm": few}
+    return lowered.compile(compiler_options=options)
 
 
 def temp_bytes(key: Key, executable: Any) -> int:

@@ -333,5 +333,5 @@ def _with_layers(shapes: Shapes, count: int) -> Shapes:
 def _temporaries(model: Model, programs: list[tuple[Key, Shapes]]) -> list[int]:
     """Temporaries and outputs that are no donated argument, of each program."""
     with ThreadPoolExecutor(max(len(programs), 1), thread_name_prefix="probe") as threads:
-        compiling = [(key, threads.submit(compile_lowered, lower(key, model, shapes))) for key, shapes in programs]
+        compiling = [(key, threads.submit(compile_lowered, key, lower(key, model, shapes))) for key, shapes in programs]
         return [temp_bytes(key, future.result()) for key, future in compiling]

@@ -93,8 +93,9 @@ def _threshold_in_few_passes(keys: Array, weights: Array, wanted: Array) -> Arra
 @jax.jit  # lowered once, and called for every pass
 def _narrowed(keys: Array, weights: Array, wanted: Array, low: Array, shift: Array) -> Array:
     """`low` with its next bits, found by one pass: the sums for all values these bits can have, of which the first few hold."""
-    trials = tuple(low | (jnp.uint32(value) << shift) for value in range(1, 2**_BITS_A_PASS))
-    trials = lax.optimization_barrier(trials)  # makes the passes alike, so that they are one compiled kernel
+    # The barriers make the passes alike, so that their kernels are compiled once: no shift is a constant of its own.
+    low, shift = lax.optimization_barrier((low, shift))
+    trials = lax.optimization_barrier(tuple(low | (jnp.uint32(value) << shift) for value in range(1, 2**_BITS_A_PASS)))
     zero, nothing = jnp.zeros((), weights.dtype), jnp.zeros_like(weights)
     masked = tuple(lax.select(keys >= lax.broadcast_in_dim(trial, keys.shape, (0,)), weights, nothing) for trial in trials)
     sums = lax.reduce(masked, (zero,) * len(masked), lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (1,))

@@ -24,7 +24,17 @@ from tiny_models import CONFIGS, naive_greedy, random_params
 from llmjax.engine import compile_pool, startup
 from llmjax.engine import compile_programs as compile_programs_module
 from llmjax.engine.compile_pool import LoweringFailed, LoweringPool, useful_workers
-from llmjax.engine.compile_programs import Shapes, abstract, compile_programs, export, lower, lower_exported, step_function
+from llmjax.engine.compile_programs import (
+    FEW_ROWS,
+    Key,
+    Shapes,
+    abstract,
+    compile_programs,
+    export,
+    lower,
+    lower_exported,
+    step_function,
+)
 from llmjax.engine.compile_worker import Target, _export
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.engine import Engine
@@ -263,15 +273,16 @@ def test_kernels_that_others_lowered_can_be_linked_on_a_gpu() -> None:
 
 def test_on_a_gpu_a_program_of_several_steps_is_compiled_after_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have the same kernels and matmuls: compiled side by side each would be made twice."""
-    many = shapes(decode_steps=4, row_buckets=(1, 2))
+    many = shapes(decode_steps=4, row_buckets=(1, 2, 32), max_sequences=32)
     done: dict[str, tuple[float, float]] = {}
+    options: dict[Key, dict[str, Any]] = {}
 
     class Slow:
         def __init__(self, key: Any) -> None:
             self.key = key
 
         def compile(self, *, compiler_options: Any) -> Any:
-            assert compiler_options
+            options[self.key] = compiler_options
             start = time.perf_counter()
             time.sleep(0.05)
             done[compile_programs_module.name(self.key)] = (start, time.perf_counter())
@@ -286,3 +297,8 @@ def test_on_a_gpu_a_program_of_several_steps_is_compiled_after_that_of_one(monke
             next(done[n] for n in done if n.startswith(f"decode {rows}") and ("steps" in n) is s) for s in (False, True)
         )
         assert one[1] <= several[0]
+    # What XLA is told has to be known to this version, or nothing would compile; Triton is for matmuls of few rows alone.
+    for told in options.values():
+        jax.jit(lambda: 0).lower().compile(compiler_options=told)
+    assert {key[0] for key, told in options.items() if told["xla_gpu_enable_triton_gemm"]} == {"decode"}
+    assert not any(told["xla_gpu_enable_triton_gemm"] for key, told in options.items() if key[1] > FEW_ROWS)
