@@ -162,5 +162,5 @@ def test_logits_of_a_chunk_are_expected_where_few_rows_sample() -> None:
     logits = memory.SCORE_CHUNK * config.vocab_size * 4
     assert logits < needed
     assert 2 * logits < memory.expected_temporaries(model, sizes) < 3 * logits
-    executable = compile_lowered(lower(key, model, sizes))
+    executable = compile_lowered(key, lower(key, model, sizes))
     assert temp_bytes(key, executable) - temp_bytes(("extend", 128, 1), executable) == 128 * (config.hidden_size + 1) * 4

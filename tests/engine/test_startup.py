@@ -273,7 +273,7 @@ def test_kernels_that_others_lowered_can_be_linked_on_a_gpu() -> None:
 
 def test_on_a_gpu_a_program_of_several_steps_is_compiled_after_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have the same kernels and matmuls: compiled side by side each would be made twice."""
-    many = shapes(decode_steps=4, row_buckets=(1, 2, 32), max_sequences=32)
+    many = shapes(decode_steps=4, row_buckets=(1, 2, 32), max_sequences=32, max_tokens_per_step=32, token_buckets=(32,))
     done: dict[str, tuple[float, float]] = {}
     options: dict[Key, dict[str, Any]] = {}
 
