@@ -19,6 +19,8 @@ not there has no context to read. Only a single row of a long context gains some
 pieces as the device takes."""
 MIN_TOKEN_BUCKET = 16
 """A smaller launch costs the same: the weights are read once either way, and a matmul tile has at least 16 rows."""
+FEW_TOKENS = 256
+"""A launch of fewer tokens costs about what one of so many does: it waits for the weights."""
 
 
 def choose_row_buckets(max_sequences: int) -> tuple[int, ...]:
@@ -35,11 +37,15 @@ def choose_row_buckets(max_sequences: int) -> tuple[int, ...]:
 
 
 def choose_token_buckets(max_tokens_per_step: int) -> tuple[int, ...]:
-    """At most four rising token counts up to `max_tokens_per_step`, each about a quarter of the next (2048: 32 128 512 2048)."""
+    """At most four rising token counts up to `max_tokens_per_step`, each about a quarter of the next, but `FEW_TOKENS` instead of
+    a quarter that is smaller (2048: 64 256 512 2048): many prompts are about as long, and less saves little.
+    """
     buckets = [max_tokens_per_step]
     while len(buckets) < MAX_TOKEN_BUCKETS and buckets[0] > MIN_TOKEN_BUCKET:
-        quarter = 2 ** math.ceil(math.log2(buckets[0] / 4))
-        buckets.insert(0, max(quarter, MIN_TOKEN_BUCKET))
+        smaller = 2 ** math.ceil(math.log2(buckets[0] / 4))
+        if len(buckets) > 1 and smaller < FEW_TOKENS < buckets[0]:
+            smaller = FEW_TOKENS
+        buckets.insert(0, max(smaller, MIN_TOKEN_BUCKET))
     return tuple(buckets)
 
 

@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Sequence
 from typing import Protocol
 
+from llmjax.scheduling.buckets import FEW_TOKENS
 from llmjax.scheduling.lane_config import LaneConfig
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.request import Request
@@ -17,9 +18,6 @@ IDLE_SHARE = 1 / 8
 FILLED = 3 / 4
 """Tokens of a launch that are not padding, at least, where prompts could fill a smaller one. Buckets are a factor of two to four
 apart: what is left over costs no more in a launch of its own than the padding would."""
-
-FEW_TOKENS = 256
-"""A launch of fewer tokens costs what one of so many does: it waits for the weights."""
 
 
 class SchedulerConfig(Protocol):
