@@ -78,7 +78,8 @@ for full, and compute small things once a layer rather than keep them. Whether t
 
 FEW_ROWS = 16
 """Up to so many rows XLA may take Triton for matmuls that are not our kernels: for a single row cuBLAS is far slower. For more
-rows and for prompts cuBLAS is as good or better, and trying both takes a cold start eight seconds."""
+rows and for prompts cuBLAS is as good or better in bfloat16, and trying both takes a cold start eight seconds. Of int8 that is
+not known, and Triton widens weights as it reads them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -410,7 +411,8 @@ def compile_lowered(key: Key, lowered: jax.stages.Lowered) -> Any:
     if platform() != "cuda":
         return lowered.compile()
     few = key[0] in ("decode", "speculate") and key[1] <= FEW_ROWS
-    options = {"xla_gpu_memory_limit_slop_factor": MEMORY_SLOP, "xla_gpu_enable_triton_gemm": few}
+    triton = few or any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(lowered.args_info))
+    options = {"xla_gpu_memory_limit_slop_factor": MEMORY_SLOP, "xla_gpu_enable_triton_gemm": triton}
     return lowered.compile(compiler_options=options)
 
 

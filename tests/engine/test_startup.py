@@ -280,6 +280,7 @@ def test_on_a_gpu_a_program_of_several_steps_is_compiled_after_that_of_one(monke
     class Slow:
         def __init__(self, key: Any) -> None:
             self.key = key
+            self.args_info = {"params": np.zeros(1, np.int8)} if key == ("extend", 32, 1) else ()
 
         def compile(self, *, compiler_options: Any) -> Any:
             options[self.key] = compiler_options
@@ -297,8 +298,9 @@ def test_on_a_gpu_a_program_of_several_steps_is_compiled_after_that_of_one(monke
             next(done[n] for n in done if n.startswith(f"decode {rows}") and ("steps" in n) is s) for s in (False, True)
         )
         assert one[1] <= several[0]
-    # What XLA is told has to be known to this version, or nothing would compile; Triton is for matmuls of few rows alone.
+    # What XLA is told has to be known to this version, or nothing would compile; Triton is for matmuls of few rows, or of int8.
     for told in options.values():
         jax.jit(lambda: 0).lower().compile(compiler_options=told)
-    assert {key[0] for key, told in options.items() if told["xla_gpu_enable_triton_gemm"]} == {"decode"}
-    assert not any(told["xla_gpu_enable_triton_gemm"] for key, told in options.items() if key[1] > FEW_ROWS)
+    of_few = {key for key in options if key[0] == "decode" and key[1] <= FEW_ROWS}
+    assert len(of_few) == 4
+    assert {key for key, told in options.items() if told["xla_gpu_enable_triton_gemm"]} == {*of_few, ("extend", 32, 1)}
