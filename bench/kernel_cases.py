@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.traffic import mixed_lengths
 from llmjax.model.checkpoint.presets import preset_config
 from llmjax.scheduling.buckets import MIN_ROW_BUCKET
 from pallas_kernels.dispatch import Operation
@@ -202,8 +203,7 @@ def attention_groups(model: str, page_sizes: Sequence[int] = PAGE_SIZES) -> Iter
 def traffic_lengths(rows: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Contexts of rows that decode in the documented mixed trace, each somewhere in its output: [rows], 16 to 4095."""
     random = np.random.default_rng(0)
-    prompts = np.clip(random.lognormal(np.log(256), 1.0, rows), 16, 3072)
-    outputs = np.clip(random.lognormal(np.log(128), 0.8, rows), 8, 1023)
+    prompts, outputs = (lengths.draw(random, rows) for lengths in mixed_lengths(1))
     return (prompts + random.uniform(0, 1, rows) * outputs).astype(np.int32)
 
 

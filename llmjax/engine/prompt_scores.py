@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from llmjax.engine.sample import token_scores
+from llmjax.engine.sample import TokenScores, token_scores
 from llmjax.model.registry import DecoderConfig, Model
 
 SCORE_CHUNK = 64
@@ -31,29 +31,19 @@ class Unscored(NamedTuple):
     targets: Int[Array, "T"]
 
 
-class PromptScoresOnDevice(NamedTuple):
-    """Of each packed token of an extend launch: how likely the *next* prompt token was."""
-
-    logprobs: Float[Array, "T"]
-    ranks: Int[Array, "T"]
-    top_ids: Int[Array, "T 20"]
-    top_logprobs: Float[Array, "T 20"]
-
-
 def score_step(
     params: Any, hidden: Float[Array, "T D"], targets: Int[Array, "T"], *, model: Model, config: DecoderConfig
-) -> PromptScoresOnDevice:
+) -> TokenScores:
     """The scores of an `Unscored`; those without a target mean nothing. The head is computed for `SCORE_CHUNK` tokens at once."""
     tokens = targets.shape[0]
     chunk = min(SCORE_CHUNK, tokens)
 
-    def one(piece: Unscored) -> PromptScoresOnDevice:
-        logits = model.logits(params, piece.hidden, config=config)
-        return PromptScoresOnDevice(*token_scores(logits, piece.targets))
+    def one(piece: Unscored) -> TokenScores:
+        return token_scores(model.logits(params, piece.hidden, config=config), piece.targets)
 
     def split(array: Array) -> Array:
         padded = jnp.pad(array, [(0, -tokens % chunk)] + [(0, 0)] * (array.ndim - 1))
         return padded.reshape(-1, chunk, *array.shape[1:])
 
-    chunks: PromptScoresOnDevice = jax.lax.map(one, Unscored(split(hidden), split(jnp.maximum(targets, 0))))
-    return PromptScoresOnDevice(*(a.reshape(-1, *a.shape[2:])[:tokens] for a in chunks))
+    chunks: TokenScores = jax.lax.map(one, Unscored(split(hidden), split(jnp.maximum(targets, 0))))
+    return TokenScores(*(a.reshape(-1, *a.shape[2:])[:tokens] for a in chunks))

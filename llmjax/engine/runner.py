@@ -18,8 +18,9 @@ from llmjax.engine.compile_counter import CompileCounter
 from llmjax.engine.compile_programs import Key, catch_up_key
 from llmjax.engine.config import ResolvedConfig
 from llmjax.engine.launch_pack import LaunchPack, padded
-from llmjax.engine.prompt_scores import PromptScoresOnDevice, Unscored
+from llmjax.engine.prompt_scores import Unscored
 from llmjax.engine.row_masks import RowMasks
+from llmjax.engine.sample import TokenScores
 from llmjax.engine.speculative import ACCEPTED, DRAFTED
 from llmjax.engine.state import ROWS_A_RESET, DeviceState, init_state, pack_masks
 from llmjax.engine.step import StepTokens
@@ -41,7 +42,7 @@ class PendingStep:
     """A launch of `program` that was dispatched; `result()` waits for it and brings its small outputs to the host. `scores` are
     computed behind it, and None where nobody wants them."""
 
-    def __init__(self, batch: ScheduledBatch, program: Key, tokens: StepTokens, scores: PromptScoresOnDevice | None) -> None:
+    def __init__(self, batch: ScheduledBatch, program: Key, tokens: StepTokens, scores: TokenScores | None) -> None:
         self.batch = batch
         self.program = program
         self._tokens, self._scores = tokens, scores
@@ -219,10 +220,10 @@ class ModelRunner:
         self._compiles_after_ready += compiled.count
         return tokens, unscored
 
-    def _score(self, unscored: Unscored) -> PromptScoresOnDevice:
+    def _score(self, unscored: Unscored) -> TokenScores:
         executable = self._executables[("score", unscored.targets.shape[0], 1)]
         compiled = CompileCounter()
-        scores: PromptScoresOnDevice = executable(self._params, *unscored)
+        scores: TokenScores = executable(self._params, *unscored)
         self._compiles_after_ready += compiled.count
         return scores
 

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from llmjax.scheduling.speculation_config import MAX_DRAFT_TOKENS
+from pallas_kernels import kernel_names
 from pallas_kernels.paged_attention import mosaic, paged_attention
 from pallas_kernels.paged_attention.mosaic import Config
 from pallas_kernels.quantized_pages import QuantizedPages
@@ -111,6 +113,18 @@ def test_all_layers_call_one_kernel():
     assert text.count("call @_paged_attention") == 3
     assert text.count("func.func private @_paged_attention") == 1
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+
+
+def test_a_kernel_has_one_text_however_often_it_is_lowered(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu.dialect, "get_or_set_dump_options", mosaic_gpu.dialect.get_or_set_dump_options)
+    kernel_names.keep_stable()
+    first = lowered(LLAMA_8B, 16, 8)
+    assert lowered(LLAMA_8B, 16, 8, soft_cap=30.0) != first
+    jax.clear_caches()
+    assert lowered(LLAMA_8B, 16, 8) == first
+    once = mosaic_gpu.dialect.get_or_set_dump_options
+    kernel_names.keep_stable()
+    assert mosaic_gpu.dialect.get_or_set_dump_options is once
 
 
 @pytest.mark.parametrize(("model", "heads", "padded"), [(LLAMA_8B, 4, False), (QWEN_1_5B, 1, False), (QWEN_1_5B, 2, True)])
