@@ -276,6 +276,7 @@ def test_on_a_gpu_a_program_of_several_steps_is_compiled_after_that_of_one(monke
     many = shapes(decode_steps=4, row_buckets=(1, 2, 32), max_sequences=32, max_tokens_per_step=32, token_buckets=(32,))
     done: dict[str, tuple[float, float]] = {}
     options: dict[Key, dict[str, Any]] = {}
+    executable = jax.jit(lambda: 0).lower().compile()  # once: threads would write and read one file of JAX's cache at a time
 
     class Slow:
         def __init__(self, key: Any) -> None:
@@ -287,7 +288,7 @@ def test_on_a_gpu_a_program_of_several_steps_is_compiled_after_that_of_one(monke
             start = time.perf_counter()
             time.sleep(0.05)
             done[compile_programs_module.name(self.key)] = (start, time.perf_counter())
-            return jax.jit(lambda: 0).lower().compile()
+            return executable
 
     monkeypatch.setattr(compile_programs_module, "platform", lambda: "cuda")
     monkeypatch.setattr(compile_programs_module, "lower", lambda key, model, sizes: Slow(key))
