@@ -11,7 +11,7 @@ import random
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny_models import CONFIGS, naive_greedy, random_params
+from tiny_models import CONFIGS, clear_prompt, naive_greedy, random_params
 
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.engine import Engine
@@ -25,8 +25,7 @@ LENGTHS = (1, 15, 16, 17, 31)  # the first step of a launch is the last of a pag
 
 @functools.cache
 def prompt(length: int) -> list[int]:
-    rng = random.Random()
-    return [rng.randrange(CONFIGS[MODEL].num_tokens) for _ in range(length)]
+    return clear_prompt(random_params(CONFIGS[MODEL]), CONFIGS[MODEL], length, 2 * PAGE + 4)  # the most that a test asks for
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scripted_model import Scripted
-from tiny_models import CONFIGS, naive_greedy, random_params
+from tiny_models import CONFIGS, clear_prompt, naive_greedy, random_params
 
 from llmjax.engine import launch_pack
 from llmjax.engine.config import EngineConfig
@@ -68,6 +69,11 @@ def ids(length: int) -> list[int]:
     return [random.randrange(CONFIGS[MODEL].num_tokens) for _ in range(length)]
 
 
+def clear(length: int, behind: Sequence[int] = (), weights: dict[str, Any] | None = None) -> list[int]:
+    """Random ids behind these, whose greedy continuation no rounding changes."""
+    return clear_prompt(params() if weights is None else weights, CONFIGS[MODEL], length, OUTPUT, behind=behind)
+
+
 def finish(engine: Engine) -> dict[str, RequestOutput]:
     done = {}
     while engine.has_unfinished:
@@ -93,14 +99,14 @@ def logprobs(output: RequestOutput) -> np.ndarray:
 def check_b53(engine: Engine) -> None:
     page = engine.config.page_size
     for length in sorted({15, 16, 17, 31, 32, 33, 48, 2 * page, 2 * page + 1}):
-        prompt = ids(length)
+        prompt = clear(length)
         want = naive_greedy(params(), prompt, CONFIGS[MODEL], OUTPUT)
         first = run(engine, prompt)
         for again in (run(engine, prompt), run(engine, prompt)):
             assert tokens(again) == tokens(first) == [want]
             assert again.num_cached_tokens == (length - 1) // page * page
             np.testing.assert_allclose(logprobs(again), logprobs(first), atol=1e-4)
-        other = [*prompt, *ids(5)]
+        other = clear(5, prompt)
         longer = run(engine, other)
         assert tokens(longer) == [naive_greedy(params(), other, CONFIGS[MODEL], OUTPUT)]
         assert longer.num_cached_tokens == length // page * page
@@ -118,7 +124,7 @@ def test_b53_with_larger_pages(page_size: int) -> None:
 
 
 def test_b53_same_tokens_after_the_pages_were_lost(engine: Engine) -> None:
-    prompt = ids(40)
+    prompt = clear(40)
     first = run(engine, prompt)
     for _ in range(3):
         engine.add_request(ids(180), SamplingParams(max_tokens=8))
@@ -128,14 +134,14 @@ def test_b53_same_tokens_after_the_pages_were_lost(engine: Engine) -> None:
 
 
 def test_b54_beyond_the_window(engine: Engine) -> None:
-    prompt = ids(80)
+    prompt = clear(80)
     outputs = [run(engine, prompt) for _ in range(4)]
     assert [tokens(output) for output in outputs] == [[naive_greedy(params(), prompt, CONFIGS[MODEL], OUTPUT)]] * 4
     assert [output.num_cached_tokens for output in outputs] == [0, 64, 64, 64]
 
 
 def test_b55_a_whole_prompt_that_is_there(engine: Engine) -> None:
-    prompt = ids(32)
+    prompt = clear(32)
     assert [run(engine, prompt).num_cached_tokens for _ in range(2)] == [0, 16]
     assert tokens(run(engine, prompt)) == [naive_greedy(params(), prompt, CONFIGS[MODEL], OUTPUT)]
 
@@ -164,7 +170,7 @@ def test_b32_an_interrupted_turn_is_found(engine: Engine) -> None:
             text += output.new_token_ids[0]
     engine.abort(name)
     finish(engine)
-    turn = [*prompt, *text, *ids(5)]
+    turn = clear(5, [*prompt, *text])
     again = run(engine, turn)
     assert again.num_cached_tokens >= (len(prompt) + len(text) - 1) // 16 * 16
     assert tokens(again) == [naive_greedy(params(), turn, CONFIGS[MODEL], OUTPUT)]
@@ -232,16 +238,16 @@ def test_tokens_that_are_found_count_for_penalties(a_call: int, engine: Engine, 
 
 
 def test_new_weights_find_nothing_of_the_old(engine: Engine) -> None:
-    prompt = ids(40)
+    new = random_params(CONFIGS[MODEL], seed=5)
+    prompt = clear(40, weights=new)
     run(engine, prompt)
     running = engine.add_request([*prompt, 5], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))
     for _ in range(4):
         engine.step(closed=True)
-    new = random_params(CONFIGS[MODEL], seed=5)
     engine.update_params(new)
     try:
         text = finish(engine)[running].outputs[0].token_ids
-        for again in (prompt, [*prompt, 5, *text], prompt):
+        for again in (prompt, clear(1, [*prompt, 5, *text], new), prompt):
             assert tokens(run(engine, again)) == [naive_greedy(new, again, CONFIGS[MODEL], OUTPUT)]
     finally:
         engine.update_params(params())

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from fakes_text import plain_byte_tokenizer
-from tiny_models import CONFIGS, naive_greedy, random_params
+from tiny_models import CONFIGS, clear_prompt, naive_greedy, random_params
 
 from llmjax.engine.compile_programs import DraftShapes, Shapes, abstract, lower, step_function, wanted
 from llmjax.engine.config import EngineConfig
@@ -59,7 +59,7 @@ def test_the_first_layers_draft_for_all_of_them(truncated: Engine) -> None:
     """Over the target's own cache: greedy tokens are those of a full recompute, about the ends of pages and at a full context."""
     names = {}
     for length, limit in ((1, 20), (15, 9), (16, 4), (17, 20), (33, 7), (90, 6), (40, 1)):
-        prompt = [random.randrange(CONFIG.num_tokens) for _ in range(length)]
+        prompt = clear_prompt(truncated.runner.params, CONFIG, length, limit)
         names[truncated.add_request(prompt, SamplingParams(max_tokens=limit, temperature=0.0, ignore_eos=True))] = prompt, limit
     done = finish(truncated)
     for name, (prompt, limit) in names.items():
@@ -242,7 +242,7 @@ def test_every_number_of_drafts_and_page_size(page_size: int, tokens: int) -> No
     engine = Engine(config, params, None, options(page_size=page_size, speculative=speculative, deterministic=True), draft=draft)
     names = {}
     for length in (1, 15, 17, 33, 64):
-        prompt = [random.randrange(config.num_tokens) for _ in range(length)]
+        prompt = clear_prompt(params, config, length, 30)
         names[engine.add_request(prompt, SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))] = prompt
     done = finish(engine)
     for name, prompt in names.items():
