@@ -79,7 +79,8 @@ def quantize_tokens(x: Float[Array, "... D"]) -> tuple[Int8[Array, "... D"], Flo
     """(int8, scale): activations with a scale a token, rounded as `quantize` does. That of a token with NaN is NaN, with infinity
     infinite."""
     wide = x.astype(jnp.float32)
-    scale = scale_of(jnp.max(jnp.abs(wide), axis=-1))
+    largest = jnp.max(jnp.abs(wide), axis=-1)
+    scale = scale_of(jnp.where(jnp.isnan(wide).any(axis=-1), jnp.nan, largest))  # XLA's maximum of many may hide NaN on a CPU
     return rounded(wide, scale[..., None]), scale
 
 

@@ -121,13 +121,14 @@ def test_a_token_changes_no_other(draw):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_a_token_with_nan_or_infinity_gives_no_number(draw, bad, dtype):
-    """int8 cannot hold them: the scale has to, or a row that went wrong would go on with numbers that look right."""
-    x, w = draw(4, 96, dtype=dtype).at[1, 5].set(bad), weight(draw, 32, 96)
-    for quantised in (quantize_activations(x), rms_norm_quantize(x, jnp.ones(96), 1e-5)):
+@pytest.mark.parametrize(("tokens", "width"), [(4, 96), (64, 1536)])
+def test_a_token_with_nan_or_infinity_gives_no_number(draw, bad, dtype, tokens, width):
+    """int8 cannot hold them: the scale has to, or a row that went wrong would go on with numbers that look right. (XLA's maximum
+    keeps NaN in small arrays, and may lose it in large ones, on a CPU.)"""
+    x, w = draw(tokens, width, dtype=dtype).at[1, 5].set(bad), weight(draw, 32, width)
+    for quantised in (quantize_activations(x), rms_norm_quantize(x, jnp.ones(width), 1e-5)):
         finite = np.isfinite(w8a8(*quantised, w, out_dtype=dtype).astype("float32"))
-        assert not finite[1].any()
-        assert finite[[0, 2, 3]].all()
+        np.testing.assert_array_equal(finite, np.broadcast_to(np.arange(tokens)[:, None] != 1, finite.shape))
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
