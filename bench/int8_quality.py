@@ -19,6 +19,7 @@ from bench.int8_texts import CALIBRATION, HELD_OUT, calibration, held_out
 from llmjax.quantization.agreement import compare
 from llmjax.quantization.calibrate import CalibrateSettings, calibrate
 from llmjax.quantization.calibration import Calibration
+from llmjax.quantization.fitted_smoothing import fit_smoothing
 from llmjax.quantization.forward_model import ForwardModel
 from llmjax.quantization.plan import LinearSensitivity
 from llmjax.quantization.quantize import plan_quantization, quantize_params
@@ -41,7 +42,7 @@ def worst(found: Sequence[LinearSensitivity], share: float) -> list[str]:
 
 
 class Corpus(NamedTuple):
-    """What one candidate is calibrated with: statistics of all samples, and those that its sensitivity is measured with."""
+    """What one candidate is calibrated with: samples, and statistics of them."""
 
     name: str
     seen: Calibration
@@ -49,7 +50,7 @@ class Corpus(NamedTuple):
 
 
 def candidates(
-    params: Any, config: Any, corpora: Iterable[Corpus], alpha: float, length: int
+    params: Any, config: Any, corpora: Iterable[Corpus], smoothing: float | str, length: int, ranking: int
 ) -> Iterator[tuple[dict[str, Any], Any, Any]]:
     """(what it is, parameters, config) of each model: those that need no calibration, then smoothed ones of each corpus."""
 
@@ -63,12 +64,15 @@ def candidates(
     for scheme, granularity in (("w8a8", "tensor"), ("w8a8", "channel"), ("w8a16", "channel")):
         yield made(params, scheme, (), granularity, smoothing=None, calibrated=None)
     for corpus in corpora:
-        smoothed = smooth(params, config, corpus.seen, alpha=alpha)
-        found = measure_sensitivity(smoothed, config, corpus.samples, scheme="w8a8", sequence_length=length)
+        if isinstance(smoothing, float):
+            smoothed = smooth(params, config, corpus.seen, alpha=smoothing)
+        else:
+            smoothed = fit_smoothing(params, config, corpus.samples, scheme="w8a8", sequence_length=length)
+        found = measure_sensitivity(smoothed, config, corpus.samples[:ranking], scheme="w8a8", sequence_length=length)
         kept = worst(found, SHARE)
         for scheme in ("w8a8", "w8a16"):
-            yield made(smoothed, scheme, kept, smoothing=alpha, calibrated=corpus.name)
-            yield made(smoothed, scheme, smoothing=alpha, calibrated=corpus.name)
+            yield made(smoothed, scheme, kept, smoothing=smoothing, calibrated=corpus.name)
+            yield made(smoothed, scheme, smoothing=smoothing, calibrated=corpus.name)
 
 
 def main() -> None:
@@ -81,7 +85,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256, help="of a text, at most")
     parser.add_argument("--samples", type=int, default=32, help="that are calibrated with")
     parser.add_argument("--sensitivity-samples", type=int, default=2, help="of those, that decide what is kept")
-    parser.add_argument("--alpha", type=float, default=0.7, help="of smoothing")
+    parser.add_argument("--smoothing", type=_smoothing, default="fitted", help="fitted, or SmoothQuant's alpha")
     parser.add_argument("--json")
     args = parser.parse_args()
     names = args.calibrate.split(",")
@@ -103,11 +107,14 @@ def main() -> None:
     def corpus(name: str) -> Corpus:
         samples = calibration(name, tokenizer, args.samples, args.length)
         seen = calibrate(model.params, model.config, samples, CalibrateSettings(sequence_length=args.length))
-        return Corpus(name, seen, samples[: args.sensitivity_samples])
+        return Corpus(name, seen, samples)
 
     baseline = Kept(ForwardModel(model.params, model.config))
     linear = sum(linear_sizes(model.config).values())
-    for what, params, config in candidates(model.params, model.config, map(corpus, names), args.alpha, args.length):
+    corpora = map(corpus, names)
+    for what, params, config in candidates(
+        model.params, model.config, corpora, args.smoothing, args.length, args.sensitivity_samples
+    ):
         read = compare(baseline, ForwardModel(params, config), texts)
         kept = sum(linear_sizes(model.config)[name] for name in what.pop("names").split())
         rows.add(
@@ -118,6 +125,10 @@ def main() -> None:
     rows.close(
         ["scheme", "scales", "calibrated", "kept", "int8_share", "perplexity_ratio", "ratio_error", "top1_agreement", "kl"]
     )
+
+
+def _smoothing(text: str) -> float | str:
+    return text if text == "fitted" else float(text)
 
 
 def linear_sizes(config: Any) -> dict[str, int]:

@@ -157,6 +157,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=90)
     parser.add_argument("--requests", type=int, default=400, help="of the clients")
     parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--lanes", default=LANES, help="name:max_tokens:weight, the last takes the rest")
     parser.add_argument("--max-wait", type=float, default=1.0)
     parser.add_argument("--tokens-per-step", type=int, default=2048)
@@ -175,7 +176,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _llm(args: argparse.Namespace) -> LLM:
     loaded = load_model(random=TINY if args.preset == "tiny" else args.preset, dtype=args.dtype, scale=0.001)
     config = EngineConfig(
-        max_context=4096 // args.scale,
+        max_context=args.context // args.scale,
         kv_cache_bytes=None if args.kv_gib is None else int(args.kv_gib * 2**30),
         max_sequences=args.rows,
         max_tokens_per_step=max(args.tokens_per_step, args.rows),

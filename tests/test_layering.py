@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "orbax"}
+DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax"}
 HEAVY = {"llguidance", "pydantic", "starlette", "ruamel", "transformers", "typer", "rich", "torch"}
 
 # package (or file) -> llmjax packages it may import at module level; its own is always allowed

@@ -33,6 +33,9 @@ _PLAN = "plan.json"
 _RATIO_SAMPLES = 32
 """Samples that a perplexity ratio is measured with, at most: each plan that is tried takes a pass of the model over them."""
 
+_SMOOTHING_SAMPLES = 256
+"""Samples that smoothing is fitted to, at most; it takes their first few thousand tokens."""
+
 _ERROR_SAMPLES = 4
 """Samples that show the error of each linear: an average over thousands of values a token."""
 
@@ -61,7 +64,7 @@ def run_quantize(context: StageContext[QuantizeSection]) -> StoredModel:
     _check_float(loaded.config)
     original = loaded.params
     if config.smoothing is not None:
-        loaded = dataclasses.replace(loaded, params=_smoothed(loaded, calibration, config.smoothing))
+        loaded = dataclasses.replace(loaded, params=_smoothed(loaded, calibration, context))
     plan = _measured(loaded, calibration, context)
     quantization = _decided(loaded.config, config, plan)
     plan = None if plan is None else _settled(plan, quantization, loaded.config.dtype)
@@ -125,11 +128,24 @@ def _check_float(config: ModelConfig) -> None:
         raise ConfigError("the model is quantised already; name the stage of the float model it was made from")
 
 
-def _smoothed(loaded: LoadedModel, calibration: StoredCalibration | None, alpha: float) -> Any:
+def _smoothed(loaded: LoadedModel, calibration: StoredCalibration | None, context: StageContext[QuantizeSection]) -> Any:
+    """The parameters with smoothing folded in."""
+    from llmjax.quantization.fitted_smoothing import fit_smoothing
     from llmjax.quantization.smoothing import smooth
 
+    how = context.config.smoothing
     assert calibration is not None, "the wiring refuses smoothing without a calibration"
-    return smooth(loaded.params, loaded.config, calibration.statistics(), alpha=alpha)
+    if isinstance(how, float):
+        return smooth(loaded.params, loaded.config, calibration.statistics(), alpha=how)
+    context.reporter.message("info", f"{context.name}: fitting the smoothing of every linear")
+    return fit_smoothing(
+        loaded.params,
+        loaded.config,
+        calibration.samples(_SMOOTHING_SAMPLES),
+        scheme=context.config.scheme,
+        sequence_length=calibration.sequence_length,
+        progress=lambda done, total: context.reporter.progress(context.name, done, total),
+    )
 
 
 def _measured(loaded: LoadedModel, calibration: StoredCalibration | None, context: StageContext[QuantizeSection]) -> Plan | None:
@@ -328,7 +344,7 @@ def _report(
 
     facts: dict[str, str] = {"scheme": config.scheme, "scales a": config.granularity.weights}
     if config.smoothing is not None:
-        facts["smoothing"] = f"alpha {config.smoothing:g}"
+        facts["smoothing"] = f"alpha {config.smoothing:g}" if isinstance(config.smoothing, float) else config.smoothing
     if config.max_sensitivity is not None:
         facts["most relative L2"] = f"{config.max_sensitivity:g}"
     if plan is not None and plan.perplexity_ratio is not None:

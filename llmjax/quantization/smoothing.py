@@ -11,6 +11,8 @@ Lin, Tang, Tang, Yang, Dang, Han, AWQ, 2023 (arXiv 2306.00978).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -44,7 +46,7 @@ def smoothing_factors(activation_absmax: np.ndarray, weight: Float[Array, "out i
     inputs = np.asarray(activation_absmax, np.float64)
     if inputs.shape != columns.shape:
         raise ConfigError(f"smoothing: {inputs.shape[0]} activation channels for a weight of {columns.shape[0]} columns")
-    if not (np.isfinite(inputs).all() and np.isfinite(columns).all()):
+    if not (np.isfinite(inputs).all() and bool(jnp.isfinite(weight).all())):  # a column's largest may hide NaN
         raise ConfigError("smoothing: activations or weights are NaN or infinite")
     factors = np.ones_like(columns)
     used = (inputs > 0) & (columns > 0)
@@ -53,9 +55,7 @@ def smoothing_factors(activation_absmax: np.ndarray, weight: Float[Array, "out i
 
 
 def smooth(params: Params, config: ModelConfig, calibration: Calibration, *, alpha: float = 0.5) -> Params:
-    """The same model with smoother activations: each norm in front of a linear is divided by the factors, which go into the
-    linear's columns; likewise the rows of up for the columns of down. Its logits are unchanged but for rounding to the weights'
-    dtype.
+    """The same model with smoother activations; its logits are unchanged but for rounding to the weights' dtype.
 
     The statistics of the smoothed linears no longer hold: calibrate the result again where ranges of activations are wanted.
 
@@ -69,25 +69,46 @@ def smooth(params: Params, config: ModelConfig, calibration: Calibration, *, alp
         UnsupportedModelError: not a float decoder of llmjax.model.
     """
     check_walkable(params, config)
-    layers = {}
-    for index in range(config.num_layers):
-        layer = dict(params["layers"][index])
-        layer["mlp"] = _through_up(layer["mlp"], f"layers.{index}.mlp.down", calibration, alpha)
-        for norm, block, linear in SMOOTHED:
-            name = f"layers.{index}.{block}.{linear}"
-            factors, node = _smoothed(layer[block][linear], name, calibration, alpha)
-            scale = layer[norm]["weight"] / factors
-            _check_finite(name, scale)
-            layer[norm] = layer[norm] | {"weight": scale}
-            layer[block] = layer[block] | {linear: node}
-        layers[index] = layer
-    return params | {"layers": layers}
+
+    def factors(name: str, weight: Array) -> np.ndarray:
+        if name not in calibration.linears:
+            raise ConfigError(f"the calibration has no {name}: it is of another model; calibrate this one")
+        of_it = min(alpha, EVEN) if name.endswith(".down") else alpha
+        try:
+            return smoothing_factors(calibration.linears[name].channel_absmax, weight, alpha=of_it)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+
+    return params | {"layers": {index: smooth_layer(params, index, factors) for index in range(config.num_layers)}}
 
 
-def _through_up(mlp: Params, name: str, calibration: Calibration, alpha: float) -> Params:
+def smooth_layer(params: Params, index: int, factors: Callable[[str, Array], np.ndarray]) -> Params:
+    """A layer with the factors folded in: each norm in front of a linear is divided by them, and the linear's columns multiplied;
+    likewise the rows of up and the columns of down.
+
+    Args:
+        params: of the whole model; shares with the result what is not smoothed.
+        factors: float32 [in] for the name and the weight [out, in] of a linear. Asked for down first, and for gate and up when
+            the rows of up are divided.
+
+    Raises ConfigError by the linear's name for a factor that does not fit the weights' dtype.
+    """
+    layer = dict(params["layers"][index])
+    layer["mlp"] = _through_up(layer["mlp"], f"layers.{index}.mlp.down", factors)
+    for norm, block, linear in SMOOTHED:
+        name = f"layers.{index}.{block}.{linear}"
+        divisors, node = _smoothed(layer[block][linear], name, factors)
+        scale = layer[norm]["weight"] / divisors
+        _check_finite(name, scale)
+        layer[norm] = layer[norm] | {"weight": scale}
+        layer[block] = layer[block] | {linear: node}
+    return layer
+
+
+def _through_up(mlp: Params, name: str, factors: Callable[[str, Array], np.ndarray]) -> Params:
     """The block with down's columns multiplied by its factors, and up's rows and biases, the second half of gate_up, divided."""
-    factors, down = _smoothed(mlp["down"], name, calibration, min(alpha, EVEN))
-    divisors = np.concatenate([np.ones_like(factors), factors])
+    own, down = _smoothed(mlp["down"], name, factors)
+    divisors = np.concatenate([np.ones_like(own), own])
     gate_up = {}
     for part, value in mlp["gate_up"].items():
         by_row = divisors.reshape(-1, *[1] * (value.ndim - 1))
@@ -96,17 +117,12 @@ def _through_up(mlp: Params, name: str, calibration: Calibration, alpha: float) 
     return mlp | {"gate_up": gate_up, "down": down}
 
 
-def _smoothed(node: Params, name: str, calibration: Calibration, alpha: float) -> tuple[np.ndarray, Params]:
+def _smoothed(node: Params, name: str, factors: Callable[[str, Array], np.ndarray]) -> tuple[np.ndarray, Params]:
     """The factors of a linear, and the linear with them in its columns."""
-    if name not in calibration.linears:
-        raise ConfigError(f"the calibration has no {name}: it is of another model; calibrate this one")
-    try:
-        factors = smoothing_factors(calibration.linears[name].channel_absmax, node["weight"], alpha=alpha)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
-    weight = (node["weight"].astype("float32") * factors).astype(node["weight"].dtype)
+    own = factors(name, node["weight"])
+    weight = (node["weight"].astype("float32") * own).astype(node["weight"].dtype)
     _check_finite(name, weight)
-    return factors, node | {"weight": weight}
+    return own, node | {"weight": weight}
 
 
 def _check_finite(name: str, value: Array) -> None:

@@ -119,7 +119,7 @@ def test_from_a_float_model_to_answers_of_an_int8_one(write: Write) -> None:
         "  batch: {input: ask.jsonl, output: out.jsonl, resume: replace, defaults: {max_tokens: 4, temperature: 0}}\n"
     )
     options = (
-        "smoothing: 0.5, max_sensitivity: 0.5, kl_samples: 0, sensitivity_samples: 3, max_perplexity_ratio: 1.5, "
+        "smoothing: fitted, max_sensitivity: 0.5, kl_samples: 0, sensitivity_samples: 3, max_perplexity_ratio: 1.5, "
         "keep: {mlp.down: bfloat16}, export: out/int8}"
     )
     path = write(f"{BASE}{CALIBRATE}{INT8.replace('w8a16}', f'w8a8, {options}')}{GATE}{engine}")
@@ -308,7 +308,8 @@ def test_what_only_the_model_shows_fails_the_stage(write: Write, stage: str, err
         ("  int8: {uses: quantize}\n", "stages.int8.scheme: this key is required"),
         (INT8.replace("}", ", max_sensitivity: 0.1}"), "stages.int8.max_sensitivity: needs a calibration, and no earlier stage"),
         (INT8.replace("}", ", smoothing: 0.5}"), "stages.int8.smoothing: needs a calibration"),
-        (INT8.replace("}", ", smoothing: 2}"), "stages.int8.smoothing: "),
+        (INT8.replace("}", ", smoothing: 2}"), "stages.int8.smoothing: must be fitted, or a number from 0 to 1, got 2"),
+        (INT8.replace("}", ", smoothing: fited}"), "stages.int8.smoothing: must be fitted, or a number from 0 to 1, got 'fited'"),
         (INT8.replace("}", ", granularity: {activations: tensor}}"), "stages.int8.granularity.activations: a scale for"),
         (INT8.replace("}", ", keep: {lm_head: int8}}"), "stages.int8.keep.lm_head: "),
         ("  calibrate: {samples: 4}\n", "stages.calibrate.data: this key is required"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, computed_field, field_validator
 
@@ -11,6 +11,8 @@ from llmjax.pipeline.model_source import StoredModel
 from llmjax.pipeline.schema import DType, OutputPath, Section, StageSection, located
 from llmjax.pipeline.stages import StageContext, StageInput, StageKind
 from llmjax.pipeline.tree import KeyPath
+
+Alpha = Annotated[float, Field(ge=0, le=1)]
 
 _MEASURING = ("smoothing", "max_sensitivity", "max_perplexity_ratio")
 
@@ -56,11 +58,10 @@ class QuantizeSection(StageSection):
         description='What stays in a float dtype, by pattern, as in {"layers.0": bfloat16, "mlp.down": bfloat16}; it has the '
         "word over `dtypes` and the measurement. Norms are float32 always.",
     )
-    smoothing: float | None = Field(
+    smoothing: Literal["fitted"] | Alpha | None = Field(
         None,
-        ge=0,
-        le=1,
-        description="SmoothQuant's alpha: how much of the activations' outliers is moved into the weights, 0.5 say. Needs a "
+        description="Moves outliers of activations into the weights. fitted: so much of each channel's as is expected to cost "
+        "least, searched for on samples of the calibration, which takes minutes; a number: SmoothQuant's alpha, 0.5 say. Needs a "
         "calibration. Off by default.",
     )
     max_sensitivity: float | None = Field(
@@ -86,6 +87,15 @@ class QuantizeSection(StageSection):
         description="Folder to write the model to as safetensors as well, in compressed-tensors' layout, when it is made. It "
         "must not exist.",
     )
+
+    @field_validator("smoothing", mode="before")
+    @classmethod
+    def _fitted_or_alpha(cls, value: Any) -> Any:
+        """One error, where the union would give one for each of its kinds."""
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value in (None, "fitted") or (number and 0 <= value <= 1):
+            return value
+        raise located(f"must be fitted, or a number from 0 to 1, got {value!r}")
 
     @property
     def measures(self) -> bool:
