@@ -100,22 +100,22 @@ class _W8A16(_Int8Kernel):
         """The interpreter multiplies only what lies in shared memory: there a place for widened weights."""
         if not self.interpreted:
             return {}
-        return {"widened": swizzled_tile((self.plan.warpgroups, ROW_BLOCK, self.config.block_k), jnp.bfloat16)}
+        return {"widened": swizzled_tile((self.plan.warpgroups, ROW_BLOCK, self.plan.block_each), jnp.bfloat16)}
 
     def multiply(self, refs: dict[str, Any], warpgroup: Array, block: Array, token: Array, start: Array) -> list[Array]:
         """As of `StreamKernel`, but each step waits for its products: registers that wgmma reads must not be written, and with
         products in flight they were (wrong numbers on an H200). Other warpgroups fill the gaps."""
-        plan, config = self.plan, self.config
+        plan, config, deep = self.plan, self.config, self.share(warpgroup)
 
         def steps(*accumulators: Any) -> list[Array]:
             @pl.loop(0, plan.steps)
             def _(i: Array) -> None:
                 slot = lax.rem(start + i, config.stages)
                 plgpu.barrier_wait(refs["full"].at[slot])
-                right = refs["tokens"].at[slot, pl.ds(token, plan.tokens_each)].transpose((1, 0))
+                right = refs["tokens"].at[slot, pl.ds(token, plan.tokens_each), deep].transpose((1, 0))
                 for half, accumulator in enumerate(accumulators):
                     rows = pl.ds(pl.multiple_of(half * plan.tile_rows + block, ROW_BLOCK), ROW_BLOCK)
-                    left = self._widened(refs["weights"].at[slot, rows])
+                    left = self._widened(refs["weights"].at[slot, rows, deep])
                     if self.interpreted:
                         refs["widened"][warpgroup] = left
                         plgpu.commit_smem()

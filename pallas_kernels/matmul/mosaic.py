@@ -167,8 +167,10 @@ def bias_kind(bias: Array | None) -> str:
 def check_config(key: Mapping[str, int | str], config: Config) -> None:
     """Raises UnsupportedShape where a configuration, perhaps tuned for more tokens, does not fit a call."""
     plan = make_plan(key, config)
-    if config.cluster_size > MAX_CLUSTER or config.block_k % plan.k_block:
+    if config.cluster_size > MAX_CLUSTER or config.block_k % (plan.k_block * config.depth):
         raise UnsupportedShape(f"{config} has clusters of more than {MAX_CLUSTER} or an odd block")
+    if config.depth > 1 and plan.split_in_cluster:
+        raise UnsupportedShape(f"{config} divides the contraction among warpgroups and in a cluster; one of them at a time")
     if plan.shared_bytes > SHARED_BYTES:
         raise UnsupportedShape(f"{config} takes {plan.shared_bytes} bytes of shared memory, {SHARED_BYTES} are there")
     if plan.tokens // TOKEN_BLOCK % config.share:

@@ -4,10 +4,11 @@ Owns the kernel: its ring of weight tiles, the sum over splits of the contractio
 configuration suits a shape, nor what the kernel is measured against.
 
 Weights are wgmma's left operand and tokens its right (swap-AB), so that a handful of tokens pays for 8 columns, not for 64
-rows. A CTA is one copy warpgroup and `rows * columns` compute warpgroups. The copy warpgroup keeps `stages` steps in flight
-and never drains between two tiles. With `splits > 1` the CTAs of a cluster take a slice of the contraction each and exchange
-their sums through distributed shared memory, every one finishing a part of the tile's tokens. With `share > 1` CTAs of a
-cluster take neighbouring rows and load the tokens once for all.
+rows. A CTA is one copy warpgroup and `rows * columns * depth` compute warpgroups. The copy warpgroup keeps `stages` steps in
+flight and never drains between two tiles. With `splits > 1` the CTAs of a cluster take a slice of the contraction each and
+exchange their sums through distributed shared memory, every one finishing a part of the tile's tokens. With `share > 1` CTAs
+of a cluster take neighbouring rows and load the tokens once for all. With `depth > 1` the warpgroups of a CTA divide a step's
+contraction, and the first ones add up.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ def _swizzled(itemsize: int, width: int) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, line // itemsize)), plgpu.SwizzleTransform(line)
 
 
-def swizzled_tile(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-    """Shared memory that loads fill and wgmma reads."""
-    return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=_swizzled(jnp.dtype(dtype).itemsize, shape[-1]))
+def swizzled_tile(shape: tuple[int, ...], dtype: DTypeLike, *, width: int | None = None) -> Any:
+    """Shared memory that loads fill and wgmma reads, parts of it `width` wide."""
+    transforms = _swizzled(jnp.dtype(dtype).itemsize, shape[-1] if width is None else width)
+    return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=transforms)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "activation", "out_dtype"))
@@ -87,22 +89,28 @@ class StreamKernel:
         out_types = [jax.ShapeDtypeStruct((planes, tokens, plan.rows_out), self.out_dtype)]
         out_lines = _swizzled(self.out_dtype.itemsize, ROW_BLOCK)
         scratch = {
-            "weights": swizzled_tile((*ring, plan.pair * plan.tile_rows, config.block_k), self.weight_dtype),
-            "tokens": swizzled_tile((*ring, plan.tokens, config.block_k), self.token_dtype),
-            "staging": plgpu.SMEM((plan.warpgroups, plan.store, ROW_BLOCK), self.out_dtype, transforms=out_lines),
+            "weights": swizzled_tile(
+                (*ring, plan.pair * plan.tile_rows, config.block_k), self.weight_dtype, width=plan.block_each
+            ),
+            "tokens": swizzled_tile((*ring, plan.tokens, config.block_k), self.token_dtype, width=plan.block_each),
+            "staging": plgpu.SMEM((plan.finishers, plan.store, ROW_BLOCK), self.out_dtype, transforms=out_lines),
             "full": plgpu.Barrier(num_arrivals=plan.pair + 1, num_barriers=config.stages),
             "empty": self._ring_barrier(),
             **self.more_scratch(),
         }
         if self.residual:
-            scratch["residual_here"] = plgpu.Barrier(num_barriers=plan.warpgroups)
+            scratch["residual_here"] = plgpu.Barrier(num_barriers=plan.finishers)
+        if config.depth > 1:
+            scratch["partial"] = plgpu.SMEM(plan.partial_shape, self.sum_dtype, transforms=_swizzled(4, plan.tokens_each))
+            scratch["summed"] = plgpu.Barrier(num_arrivals=config.depth - 1, num_barriers=plan.finishers)
+            scratch["taken"] = plgpu.Barrier(num_barriers=plan.finishers)
         if plan.split_in_cluster:
-            among_splits = {"collective_axes": ("split",), "num_barriers": plan.warpgroups}
+            among_splits = {"collective_axes": ("split",), "num_barriers": plan.finishers}
             scratch["read"] = plgpu.ClusterBarrier(**among_splits)
             if config.reduce == "cluster":
                 scratch["inbox"] = plgpu.SMEM(plan.inbox_shape, self.sum_dtype, transforms=_swizzled(4, plan.piece))
                 # One for all warpgroups: a store to a peer signals the wrong one of several (jax 0.11 adds its place twice).
-                scratch["arrived"] = plgpu.Barrier(num_arrivals=config.splits * plan.pair * plan.warpgroups)
+                scratch["arrived"] = plgpu.Barrier(num_arrivals=config.splits * plan.pair * plan.finishers)
             else:
                 mail_shape = (plan.clusters * config.share, plan.parts, *plan.inbox_shape)
                 out_types.append(jax.ShapeDtypeStruct(mail_shape, self.sum_dtype))
@@ -234,7 +242,8 @@ class StreamKernel:
     def _compute(self, refs: dict[str, Any], row_of: Any, split: Array, peer: Array, warpgroup: Array, mine: Array) -> None:
         plan, config = self.plan, self.config
         block = lax.rem(warpgroup, config.rows) * ROW_BLOCK
-        token = lax.div(warpgroup, config.rows) * plan.tokens_each
+        finisher = warpgroup if config.depth == 1 else lax.rem(warpgroup, plan.finishers)
+        token = lax.div(finisher, config.rows) * plan.tokens_each
         token = pl.multiple_of(token, TOKEN_BLOCK)
 
         finishes = split < plan.parts if plan.split_in_cluster else jnp.bool_(True)
@@ -245,12 +254,29 @@ class StreamKernel:
             row = pl.multiple_of(row_of(tile_index) + block, ROW_BLOCK)
             start = pl.multiple_of(token + split * plan.part, TOKEN_BLOCK) if plan.split_in_cluster else token
             if self.residual:
+                fetches = finishes & (row < plan.rows_out)
 
-                @pl.when(finishes & (row < plan.rows_out))
+                @pl.when(fetches if config.depth == 1 else fetches & (warpgroup == finisher))
                 def _() -> None:
                     self._fetch_residual(refs, warpgroup, self._place(row, start, 0))
 
             sums = self.multiply(refs, warpgroup, block, token, tile_index * plan.steps)
+            if config.depth > 1:
+                self._leave(refs, sums, warpgroup, finisher, tile_index)
+
+                @pl.when(warpgroup == finisher)
+                def _() -> None:
+                    self._finish(
+                        refs,
+                        self._gathered(refs, sums, finisher, tile_index < mine - 1),
+                        warpgroup,
+                        row,
+                        start,
+                        plane,
+                        fetched=True,
+                    )
+
+                return
             if not plan.split_in_cluster:
                 self._finish(refs, sums, warpgroup, row, start, plane, fetched=True)
                 return
@@ -284,20 +310,63 @@ class StreamKernel:
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    def _leave(self, refs: dict[str, Any], sums: list[Array], warpgroup: Array, finisher: Array, tile_index: Array) -> None:
+        """Those behind the first along the contraction leave it their sums, once it has taken those of the tile before."""
+
+        @pl.when(warpgroup > finisher)
+        def _() -> None:
+            @pl.when(tile_index > 0)
+            def _() -> None:
+                plgpu.barrier_wait(refs["taken"].at[finisher])
+
+            place = lax.div(warpgroup, self.plan.finishers) - 1
+            for half, total in enumerate(sums):
+                refs["partial"][place, half, finisher] = total
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(refs["summed"].at[finisher])
+
+    def _gathered(self, refs: dict[str, Any], sums: list[Array], finisher: Array, more: Array) -> list[Array]:
+        """The sums over all of a step's contraction, added in its order. If there are `more` tiles, others wait for room."""
+        plgpu.barrier_wait(refs["summed"].at[finisher])
+        totals = [
+            functools.reduce(
+                jnp.add,
+                (
+                    plgpu.load(refs["partial"].at[place, half, finisher], layout=plgpu.Layout.WGMMA)
+                    for place in range(self.config.depth - 1)
+                ),
+                total,
+            )
+            for half, total in enumerate(sums)
+        ]
+        plgpu.commit_smem()  # all of the warpgroup have read
+
+        @pl.when(more)
+        def _() -> None:
+            plgpu.barrier_arrive(refs["taken"].at[finisher])
+
+        return totals
+
+    def share(self, warpgroup: Array) -> Any:
+        """Which part of a step's contraction is a warpgroup's."""
+        if self.config.depth == 1:
+            return slice(None)
+        first = lax.div(warpgroup, self.plan.finishers) * self.plan.block_each
+        return pl.ds(pl.multiple_of(first, self.plan.k_block), self.plan.block_each)
+
     def multiply(self, refs: dict[str, Any], warpgroup: Array, block: Array, token: Array, start: Array) -> list[Array]:
-        """The sums of this warpgroup over this CTA's slice: [64, tokens_each] for each half of a pair."""
-        del warpgroup
-        plan, config = self.plan, self.config
+        """The sums of this warpgroup over its share of this CTA's slice: [64, tokens_each] for each half of a pair."""
+        plan, config, deep = self.plan, self.config, self.share(warpgroup)
 
         def steps(*accumulators: Any) -> list[Array]:
             @pl.loop(0, plan.steps)
             def _(i: Array) -> None:
                 slot = lax.rem(start + i, config.stages)
                 plgpu.barrier_wait(refs["full"].at[slot])
-                right = refs["tokens"].at[slot, pl.ds(token, plan.tokens_each)].transpose((1, 0))
+                right = refs["tokens"].at[slot, pl.ds(token, plan.tokens_each), deep].transpose((1, 0))
                 for half, accumulator in enumerate(accumulators):
                     left = pl.ds(pl.multiple_of(half * plan.tile_rows + block, ROW_BLOCK), ROW_BLOCK)
-                    plgpu.wgmma(accumulator, refs["weights"].at[slot, left], right)
+                    plgpu.wgmma(accumulator, refs["weights"].at[slot, left, deep], right)
                 plgpu.wgmma_wait(plan.pair)  # all but this step's, so that the tensor core is busy during the next wait
 
                 @pl.when(i > 0)

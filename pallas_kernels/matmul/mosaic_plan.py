@@ -47,7 +47,7 @@ _READ = 4.2e12  # bytes/s of memory, all multiprocessors
 _READ_EACH = 38e9  # bytes/s of memory a multiprocessor draws: 96 of them with a ring and no arithmetic reached 3.7e12
 _CACHE = 7.5e12  # bytes/s of the second-level cache
 _MULTIPLY_EACH = 5.8e12  # bf16 operations/s of a multiprocessor
-_WIDEN_EACH = 45e9  # int8 weights/s widened in registers, one multiprocessor: two warpgroups of a draft did 30e9, waits included
+_WIDEN_EACH = 16e9  # int8 weights/s widened and multiplied by one warpgroup, which waits for its products; two did 33e9
 _SHARED_EACH = 220e9  # bytes/s of its shared memory, read or written
 _EXCHANGE_EACH = 10e9  # bytes/s between multiprocessors, one of them
 _LATENCY = 2.6e-6  # seconds from a request of a step to its arrival, when all ask
@@ -71,6 +71,8 @@ class Config:
     Attributes:
         rows: compute warpgroups along the weights' rows; a tile has 64 * rows of them (twice that when gated).
         columns: compute warpgroups along the tokens.
+        depth: compute warpgroups along the contraction of a step: each takes its share of block_k, and the first adds up their
+            sums, in order, in shared memory. More of them hide what each waits for. Not with splits in a cluster.
         block_k: elements of the contraction a step loads, a multiple of 64.
         stages: steps in flight.
         splits: slices of the contraction, computed by different CTAs.
@@ -84,6 +86,7 @@ class Config:
 
     rows: int = 1
     columns: int = 1
+    depth: int = 1
     block_k: int = 128
     stages: int = 6
     splits: int = 1
@@ -123,8 +126,9 @@ class Plan:
 
     @property
     def k_block(self) -> int:
-        """What `block_k` is a multiple of: a swizzled line of weights."""
-        return _LINE // self.weight_itemsize
+        """What a warpgroup's share of `block_k` is a multiple of: a swizzled line of weights, a shorter one where several widen a
+        step, each with few registers."""
+        return _LINE // self.weight_itemsize // (2 if self.widens and self.config.depth > 1 else 1)
 
     @property
     def widens(self) -> bool:
@@ -137,7 +141,18 @@ class Plan:
 
     @property
     def warpgroups(self) -> int:
+        """Those that multiply."""
+        return self.finishers * self.config.depth
+
+    @property
+    def finishers(self) -> int:
+        """Of the warpgroups those, the first ones, that hold the sums in the end and apply the epilogue."""
         return self.config.rows * self.config.columns
+
+    @property
+    def block_each(self) -> int:
+        """Of a step's contraction, what a warpgroup multiplies."""
+        return self.config.block_k // self.config.depth
 
     @property
     def tokens_each(self) -> int:
@@ -158,7 +173,7 @@ class Plan:
     def piece(self) -> int:
         if not self.split_in_cluster:
             return self.part
-        token_bytes = self.config.splits * self.pair * self.warpgroups * ROW_BLOCK * 4
+        token_bytes = self.config.splits * self.pair * self.finishers * ROW_BLOCK * 4
         return _divisor(self.part, max(TOKEN_BLOCK, _INBOX // token_bytes))
 
     @property
@@ -187,7 +202,12 @@ class Plan:
 
     @property
     def inbox_shape(self) -> tuple[int, ...]:
-        return (self.config.splits, self.pair, self.warpgroups, ROW_BLOCK, self.piece)
+        return (self.config.splits, self.pair, self.finishers, ROW_BLOCK, self.piece)
+
+    @property
+    def partial_shape(self) -> tuple[int, ...]:
+        """Sums of the warpgroups behind the first along the contraction."""
+        return (self.config.depth - 1, self.pair, self.finishers, ROW_BLOCK, self.tokens_each)
 
     @property
     def step_bytes(self) -> int:
@@ -197,10 +217,9 @@ class Plan:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, without its barriers."""
-        staging = self.warpgroups * self.store * ROW_BLOCK * self.out_itemsize
-        inbox = self.pair * self.config.splits * self.warpgroups * ROW_BLOCK * self.piece * 4
-        has_inbox = self.config.reduce == "cluster" and self.split_in_cluster
-        return self.config.stages * self.step_bytes + staging + (inbox if has_inbox else 0)
+        staging = self.finishers * self.store * ROW_BLOCK * self.out_itemsize
+        inbox = math.prod(self.inbox_shape) * 4 if self.config.reduce == "cluster" and self.split_in_cluster else 0
+        return self.config.stages * self.step_bytes + staging + inbox + math.prod(self.partial_shape) * 4
 
     @property
     def accumulators(self) -> int:
@@ -210,7 +229,7 @@ class Plan:
     @property
     def registers(self) -> int:
         """Registers a thread needs for its sums and for weights that are widened, before and after."""
-        return self.accumulators + (self.config.block_k * 3 // 8 if self.widens else 0)
+        return self.accumulators + (self.block_each * 3 // 8 if self.widens else 0)
 
     @property
     def compute_registers(self) -> int:
@@ -250,17 +269,18 @@ def candidates(key: Mapping[str, int | str]) -> list[Config]:
     ranked = _ranked(key)
     ways: dict[tuple[int | str, ...], Config] = {}
     for config in ranked:
-        ways.setdefault((config.rows, config.columns, config.splits, config.share, config.clusters, config.reduce), config)
+        way = (config.rows, config.columns, config.depth, config.splits, config.share, config.clusters, config.reduce)
+        ways.setdefault(way, config)
     first = list(ways.values())[: _CANDIDATES - 4]
     others = [config for config in ranked if config not in first][:3]
     return list(dict.fromkeys((default_config(key), *first, *others)))
 
 
 def default_config(key: Mapping[str, int | str]) -> Config:
-    """The configuration for a shape that was not tuned: the best by the model whose splits, if any, XLA adds up. The exchange
-    in a cluster is chosen where a device's own table says that it is right and faster there."""
+    """The configuration for a shape that was not tuned: the best by the model whose splits, if any, XLA adds up. Exchanges in a
+    cluster or between warpgroups are chosen where a device's own table says that they are right and faster there."""
     for config in _ranked(key):
-        if not make_plan(key, config).split_in_cluster:
+        if config.depth == 1 and not make_plan(key, config).split_in_cluster:
             return config
     raise AssertionError(f"no configuration fits {dict(key)}")
 
@@ -269,19 +289,22 @@ def _ranked(key: Mapping[str, int | str]) -> list[Config]:
     """All configurations within the limits of the device, each with as many stages as fit, the fastest first."""
     few = int(key["tokens"]) <= 64
     found = []
-    for rows, columns, splits, share in itertools.product((1, 2, 3, 4, 5), (1, 2), range(1, 9), (1, 2, 4)):
+    widens = key.get("operands") == "w8a16"
+    for rows, columns, depth, splits, share in itertools.product((1, 2, 3, 4, 5), (1, 2), (1, 2, 3, 4), range(1, 9), (1, 2, 4)):
         if splits * share > MAX_CLUSTER or (few and (columns > 1 or share > 1)):
             continue
-        ways: tuple[tuple[Reduce, int], ...] = (("cluster", _CLUSTERS[splits * share]),)
+        if depth > 1 and not (few and widens):  # who widens waits for each product; others are bound by memory
+            continue
+        ways: tuple[tuple[Reduce, int], ...] = (("cluster", _CLUSTERS[splits * share]),) if splits == 1 or depth == 1 else ()
         if splits > 1:
             ways = (*ways, ("after", _CLUSTERS[share] // splits))
-        for block_k, resident, (reduce, clusters) in itertools.product((64, 128, 256), (1, 2), ways):
-            if resident > 1 and (rows > 1 or not few):
+        for block_k, resident, (reduce, clusters) in itertools.product((64, 128, 256, 384, 512), (1, 2), ways):
+            if (resident > 1 and (rows > 1 or depth > 1 or not few)) or (block_k > 256 and depth == 1):
                 continue
-            config = Config(rows, columns, block_k, 1, splits, share, clusters * resident, reduce)
+            config = Config(rows, columns, depth, block_k, 1, splits, share, clusters * resident, reduce)
             limit = SHARED_BYTES if resident == 1 else _HALF_SHARED_BYTES
             plan = make_plan(key, config)
-            if block_k % plan.k_block:
+            if block_k % (plan.k_block * depth):
                 continue
             stages = min(_MAX_STAGES, 1 + (limit - plan.shared_bytes) // plan.step_bytes)
             if stages >= _MIN_STAGES and _fits(make_plan(key, config)):
@@ -312,7 +335,7 @@ def _seconds(plan: Plan) -> float:
     read = max(weights / _READ, steps * step_weights * resident / _READ_EACH, (weights + tokens) / _CACHE)
     multiply = steps * step_elements * 2 * plan.tokens * resident / (_MULTIPLY_EACH * 2 / plan.token_itemsize)
     if plan.widens:
-        multiply += steps * step_elements * config.columns * resident / _WIDEN_EACH
+        multiply += steps * step_elements * config.columns / (_WIDEN_EACH * plan.warpgroups)
     # Each byte is written once; then a warpgroup reads its rows, and all of its tokens for each of a pair.
     lines = plan.pair * plan.tile_rows * (1 + config.columns) * plan.weight_itemsize
     lines += plan.tokens * (1 + plan.pair * config.rows) * plan.token_itemsize

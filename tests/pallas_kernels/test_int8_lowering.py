@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.int8_matmul import W8A8, W8A16
-from pallas_kernels.matmul.mosaic_plan import make_plan
+from pallas_kernels.matmul.mosaic_plan import Config, make_plan
 from pallas_kernels.quantized import QuantizedTensor
 
 H200 = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132))
@@ -70,6 +70,11 @@ def lowered(way, name, tokens, *, packed=True, **options):
 )
 def test_defaults_lower(way, name, tokens, packed):
     lowered(way, name, tokens, packed=packed)
+
+
+def test_warpgroups_that_divide_a_step_lower():
+    lowered("w8a16", "8b-gate-up", 32, config=Config(rows=2, depth=2, block_k=128, stages=4))
+    lowered("w8a16", "8b-down", 8, config=Config(depth=3, block_k=384, splits=2, clusters=66, reduce="after"))
 
 
 @pytest.mark.slow

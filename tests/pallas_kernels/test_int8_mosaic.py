@@ -25,6 +25,8 @@ from pallas_kernels.quantized import QuantizedTensor, pack, quantize, unpack
 ONE = Config(rows=1, block_k=128, stages=2, clusters=2)
 SPLIT = dataclasses.replace(ONE, splits=2, clusters=1, reduce="global")
 AFTER = dataclasses.replace(ONE, splits=2, clusters=1, reduce="after")
+DEEP = dataclasses.replace(ONE, depth=3, block_k=384)
+HALVES = dataclasses.replace(ONE, rows=2, depth=2, stages=3)  # swizzled lines of half the length
 TILES = TilesConfig(rows=64, columns=64, stages=2, band=2, clusters=2)
 
 
@@ -86,6 +88,9 @@ def close(result, right, rounding=2.0**-8):
         (5, 192, 384, True, dataclasses.replace(ONE, rows=2, stages=3)),  # a tile beyond the last row
         (17, 64, 128, True, dataclasses.replace(ONE, columns=2)),  # padded to 32
         (8, 128, 384, True, SPLIT),  # the second split ends beyond the contraction
+        (5, 320, 512, True, HALVES),  # more tiles than CTAs: places for sums are used again
+        (17, 64, 256, False, dataclasses.replace(HALVES, rows=1, columns=2, block_k=256)),
+        (8, 192, 640, True, dataclasses.replace(DEEP, clusters=1)),  # the last step ends beyond the contraction
     ],
 )
 def test_w8a16(draw, tokens, out, depth, packed, config):
@@ -96,22 +101,27 @@ def test_w8a16(draw, tokens, out, depth, packed, config):
     close(result, product(x, w) + wide(bias))
 
 
-@pytest.mark.parametrize("config", [ONE, AFTER], ids=["one", "after"])
+@pytest.mark.parametrize(
+    "config",
+    [ONE, AFTER, HALVES, dataclasses.replace(AFTER, depth=2, block_k=256)],
+    ids=["one", "after", "deep", "deep, after"],
+)
 def test_w8a16_gate(draw, config):
     x, w = draw(5, 128) * 0.3, draw.weight(256, 128, packed=True)
     close(interpreted(W8A16, x, w, activation="silu", config=config), gate(product(x, w)))
 
 
-def test_w8a16_residual_is_added_before_the_only_rounding(draw):
-    x, w, residual, bias = draw(8, 128), draw.weight(64, 128), draw(8, 64), draw(64, dtype="float32")
-    result = interpreted(W8A16, x, w, bias=bias, residual=residual, config=ONE)
+@pytest.mark.parametrize("config", [ONE, dataclasses.replace(HALVES, clusters=1)], ids=["one", "deep"])
+def test_w8a16_residual_is_added_before_the_only_rounding(draw, config):
+    x, w, residual, bias = draw(8, 128), draw.weight(192, 128), draw(8, 192), draw(192, dtype="float32")
+    result = interpreted(W8A16, x, w, bias=bias, residual=residual, config=config)
     close(result, product(x, w) + wide(bias) + wide(residual))
 
 
 @pytest.mark.parametrize(
     ("tokens", "packed", "config"),
-    [(5, True, ONE), (8, False, SPLIT), (8, True, AFTER)],
-    ids=["one", "split", "after"],
+    [(5, True, ONE), (8, False, SPLIT), (8, True, AFTER), (5, True, DEEP)],
+    ids=["one", "split", "after", "deep"],
 )
 def test_w8a8_is_the_reference_to_the_last_bit(draw, tokens, packed, config):
     """int32 sums are exact however they are split; then the same float32 products in the same order."""
@@ -222,6 +232,8 @@ def test_candidates_that_stream_fit(operands, tokens, extra):
     found = candidates(key)
     assert len(found) == len(set(found)) >= 3
     assert found[0] == default_config(key)
+    assert found[0].depth == 1, "what has not been timed on a device keeps to what every device has shown"
+    assert {config.depth for config in found} > {1} or operands == "w8a8" or tokens > 64
     assert all(config.block_k % 128 == 0 and make_plan(key, config).tokens >= tokens for config in found)
 
 

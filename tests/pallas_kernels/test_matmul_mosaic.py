@@ -64,6 +64,7 @@ def close(result, right, rounding=2.0**-8):
         (8, 128, 320, SPLIT),  # the second split ends beyond the contraction
         (16, 128, 256, dataclasses.replace(SPLIT, block_k=128)),  # both CTAs finish a part
         (16, 192, 192, PEERS),
+        (8, 192, 320, dataclasses.replace(ONE, depth=2, block_k=128)),  # two warpgroups divide a step
     ],
 )
 def test_dense(draw, tokens, out, depth, config):
@@ -166,6 +167,7 @@ def test_what_is_not_served_says_why(reason, call):
         ("odd block", Config(block_k=96)),
         ("bytes of shared memory", Config(rows=4, block_k=256, stages=6)),
         ("do not divide among 2 CTAs", Config(share=2)),
+        ("one of them at a time", Config(splits=2, depth=2)),
     ],
 )
 def test_a_configuration_that_does_not_fit_says_why(reason, config):
