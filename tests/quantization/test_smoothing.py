@@ -45,7 +45,7 @@ def test_the_float_model_is_unchanged(name: str, alpha: float | None) -> None:
     want, got = (
         naive_logits(p, IDS, config)[:, : config.num_tokens] for p in (params, smoothed)
     )  # float64: only the factors' folding rounds
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
+    np.testing.assert_allclose(got, want, rtol=0, atol=5e-5 * np.abs(want).max())
     again = calibrate(smoothed, config, [IDS], CalibrateSettings())
     for linear in ("layers.0.attention.qkv", "layers.1.mlp.gate_up", "layers.1.mlp.down"):
         old, new = (c.linears[linear].channel_absmax for c in (calibration, again))
