@@ -105,7 +105,7 @@ class _W8A16(_Int8Kernel):
     def multiply(self, refs: dict[str, Any], warpgroup: Array, block: Array, token: Array, start: Array) -> list[Array]:
         """As of `StreamKernel`, but each step waits for its products: registers that wgmma reads must not be written, and with
         products in flight they were (wrong numbers on an H200). Other warpgroups fill the gaps."""
-        plan, config, deep = self.plan, self.config, self.share(warpgroup)
+        plan, config, deep = self.plan, self.config, self.part_of_step(warpgroup)
 
         def steps(*accumulators: Any) -> list[Array]:
             @pl.loop(0, plan.steps)

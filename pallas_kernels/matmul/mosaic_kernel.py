@@ -347,8 +347,8 @@ class StreamKernel:
 
         return totals
 
-    def share(self, warpgroup: Array) -> Any:
-        """Which part of a step's contraction is a warpgroup's."""
+    def part_of_step(self, warpgroup: Array) -> Any:
+        """What of a step's contraction is a warpgroup's."""
         if self.config.depth == 1:
             return slice(None)
         first = lax.div(warpgroup, self.plan.finishers) * self.plan.block_each
@@ -356,7 +356,7 @@ class StreamKernel:
 
     def multiply(self, refs: dict[str, Any], warpgroup: Array, block: Array, token: Array, start: Array) -> list[Array]:
         """The sums of this warpgroup over its share of this CTA's slice: [64, tokens_each] for each half of a pair."""
-        plan, config, deep = self.plan, self.config, self.share(warpgroup)
+        plan, config, deep = self.plan, self.config, self.part_of_step(warpgroup)
 
         def steps(*accumulators: Any) -> list[Array]:
             @pl.loop(0, plan.steps)
