@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from bench.int8_texts import CALIBRATION, HELD_OUT, calibration, held_out
 from llmjax.quantization.agreement import compare
 from llmjax.quantization.calibrate import CalibrateSettings, calibrate
-from llmjax.quantization.calibration import Calibration
 from llmjax.quantization.fitted_smoothing import fit_smoothing
 from llmjax.quantization.forward_model import ForwardModel
 from llmjax.quantization.plan import LinearSensitivity
@@ -42,10 +41,9 @@ def worst(found: Sequence[LinearSensitivity], share: float) -> list[str]:
 
 
 class Corpus(NamedTuple):
-    """What one candidate is calibrated with: samples, and statistics of them."""
+    """What one candidate is calibrated with."""
 
     name: str
-    seen: Calibration
     samples: Sequence[Sequence[int]]
 
 
@@ -65,7 +63,8 @@ def candidates(
         yield made(params, scheme, (), granularity, smoothing=None, calibrated=None)
     for corpus in corpora:
         if isinstance(smoothing, float):
-            smoothed = smooth(params, config, corpus.seen, alpha=smoothing)
+            seen = calibrate(params, config, corpus.samples, CalibrateSettings(sequence_length=length))
+            smoothed = smooth(params, config, seen, alpha=smoothing)
         else:
             smoothed = fit_smoothing(params, config, corpus.samples, scheme="w8a8", sequence_length=length)
         found = measure_sensitivity(smoothed, config, corpus.samples[:ranking], scheme="w8a8", sequence_length=length)
@@ -104,14 +103,9 @@ def main() -> None:
     texts = held_out(args.held_out, tokenizer, args.tokens, args.length)
     rows = Rows(args.json)
 
-    def corpus(name: str) -> Corpus:
-        samples = calibration(name, tokenizer, args.samples, args.length)
-        seen = calibrate(model.params, model.config, samples, CalibrateSettings(sequence_length=args.length))
-        return Corpus(name, seen, samples)
-
     baseline = Kept(ForwardModel(model.params, model.config))
     linear = sum(linear_sizes(model.config).values())
-    corpora = map(corpus, names)
+    corpora = (Corpus(name, calibration(name, tokenizer, args.samples, args.length)) for name in names)
     for what, params, config in candidates(
         model.params, model.config, corpora, args.smoothing, args.length, args.sensitivity_samples
     ):

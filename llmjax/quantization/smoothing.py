@@ -30,6 +30,11 @@ SMOOTHED = (("attention_norm", "attention", "qkv"), ("mlp_norm", "mlp", "gate_up
 """Norm, block and linear: the linears that read a norm, which can give its channels any factor."""
 
 
+def alpha_for(name: str, alpha: float) -> float:
+    """How far outliers of a linear's inputs are moved where `alpha` is wanted."""
+    return min(alpha, EVEN) if name.endswith(".down") else alpha
+
+
 def smoothing_factors(activation_absmax: np.ndarray, weight: Float[Array, "out in"], *, alpha: float) -> np.ndarray:
     """float32 [in]: what a linear's inputs are divided by and its weight's columns are multiplied with.
 
@@ -73,9 +78,8 @@ def smooth(params: Params, config: ModelConfig, calibration: Calibration, *, alp
     def factors(name: str, weight: Array) -> np.ndarray:
         if name not in calibration.linears:
             raise ConfigError(f"the calibration has no {name}: it is of another model; calibrate this one")
-        of_it = min(alpha, EVEN) if name.endswith(".down") else alpha
         try:
-            return smoothing_factors(calibration.linears[name].channel_absmax, weight, alpha=of_it)
+            return smoothing_factors(calibration.linears[name].channel_absmax, weight, alpha=alpha_for(name, alpha))
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
 

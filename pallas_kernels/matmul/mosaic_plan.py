@@ -288,18 +288,20 @@ def default_config(key: Mapping[str, int | str]) -> Config:
 def _ranked(key: Mapping[str, int | str]) -> list[Config]:
     """All configurations within the limits of the device, each with as many stages as fit, the fastest first."""
     few = int(key["tokens"]) <= 64
-    found = []
     widens = key.get("operands") == "w8a16"
-    for rows, columns, depth, splits, share in itertools.product((1, 2, 3, 4, 5), (1, 2), (1, 2, 3, 4), range(1, 9), (1, 2, 4)):
+    depths = (1, 2, 3, 4) if few and widens else (1,)  # who widens waits for each product; others are bound by memory
+    found = []
+    for rows, columns, depth, splits, share in itertools.product((1, 2, 3, 4, 5), (1, 2), depths, range(1, 9), (1, 2, 4)):
         if splits * share > MAX_CLUSTER or (few and (columns > 1 or share > 1)):
             continue
-        if depth > 1 and not (few and widens):  # who widens waits for each product; others are bound by memory
-            continue
-        ways: tuple[tuple[Reduce, int], ...] = (("cluster", _CLUSTERS[splits * share]),) if splits == 1 or depth == 1 else ()
+        ways: list[tuple[Reduce, int]] = []
+        if splits == 1 or depth == 1:
+            ways.append(("cluster", _CLUSTERS[splits * share]))
         if splits > 1:
-            ways = (*ways, ("after", _CLUSTERS[share] // splits))
-        for block_k, resident, (reduce, clusters) in itertools.product((64, 128, 256, 384, 512), (1, 2), ways):
-            if (resident > 1 and (rows > 1 or depth > 1 or not few)) or (block_k > 256 and depth == 1):
+            ways.append(("after", _CLUSTERS[share] // splits))
+        blocks = (64, 128, 256) if depth == 1 else (128, 256, 384, 512)
+        for block_k, resident, (reduce, clusters) in itertools.product(blocks, (1, 2), ways):
+            if resident > 1 and (rows > 1 or depth > 1 or not few):
                 continue
             config = Config(rows, columns, depth, block_k, 1, splits, share, clusters * resident, reduce)
             limit = SHARED_BYTES if resident == 1 else _HALF_SHARED_BYTES
@@ -307,7 +309,7 @@ def _ranked(key: Mapping[str, int | str]) -> list[Config]:
             if block_k % (plan.k_block * depth):
                 continue
             stages = min(_MAX_STAGES, 1 + (limit - plan.shared_bytes) // plan.step_bytes)
-            if stages >= _MIN_STAGES and _fits(make_plan(key, config)):
+            if stages >= _MIN_STAGES and _fits(plan):
                 found.append(dataclasses.replace(config, stages=stages))
     return sorted(found, key=lambda config: _seconds(make_plan(key, config)))
 

@@ -30,8 +30,8 @@ def with_outliers(name: str) -> dict:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mixed-window"])
-@pytest.mark.parametrize("alpha", [0.5, 0.85, None])
-def test_the_float_model_is_unchanged(name: str, alpha: float | None) -> None:
+@pytest.mark.parametrize(("alpha", "rounding"), [(0.5, 2e-5), (0.85, 2e-5), (None, 5e-5)])
+def test_the_float_model_is_unchanged(name: str, alpha: float | None, rounding: float) -> None:
     config, params = CONFIGS[name], with_outliers(name)
     before = jax.tree.map(np.array, params)
     calibration = calibrate(params, config, [IDS], CalibrateSettings())
@@ -45,12 +45,12 @@ def test_the_float_model_is_unchanged(name: str, alpha: float | None) -> None:
     want, got = (
         naive_logits(p, IDS, config)[:, : config.num_tokens] for p in (params, smoothed)
     )  # float64: only the factors' folding rounds
-    np.testing.assert_allclose(got, want, rtol=0, atol=5e-5 * np.abs(want).max())
+    np.testing.assert_allclose(got, want, rtol=0, atol=rounding * np.abs(want).max())
     again = calibrate(smoothed, config, [IDS], CalibrateSettings())
     for linear in ("layers.0.attention.qkv", "layers.1.mlp.gate_up", "layers.1.mlp.down"):
         old, new = (c.linears[linear].channel_absmax for c in (calibration, again))
         assert old.max() / np.median(old) > 50
-        assert new.max() / np.median(new) < old.max() / np.median(old) / 4
+        assert new.max() / np.median(new) < old.max() / np.median(old) / 5
         assert new[6] == old[6] == 0
 
 
@@ -71,6 +71,8 @@ def test_wrong_use_is_told() -> None:
         smoothing_factors(np.ones(3), np.ones((2, 3)), alpha=1.5)
     with pytest.raises(ConfigError, match="4 activation channels for a weight of 3 columns"):
         smoothing_factors(np.ones(4), np.ones((2, 3)), alpha=0.5)
+    with pytest.raises(ConfigError, match="NaN or infinite"):
+        smoothing_factors(np.ones(3), np.full((2, 3), np.nan), alpha=0.5)
     with pytest.raises(ConfigError, match="NaN or infinite"):
         smoothing_factors(np.ones(96), jnp.ones((300, 96)).at[2, 5].set(np.nan), alpha=0.5)
     config, params = CONFIGS["qwen2"], random_params(CONFIGS["qwen2"])
