@@ -53,7 +53,7 @@ class HeldEngine(FakeEngine):
 
     def step(self) -> list[RequestOutput]:
         self.steps += 1
-        assert self.go.wait(10)
+        assert self.go.wait(60)
         if self.broken:
             raise ValueError("boom")
         time.sleep(0.0005)  # others get a turn
@@ -61,7 +61,7 @@ class HeldEngine(FakeEngine):
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.002)
 
@@ -153,7 +153,7 @@ def test_a_reader_that_goes_frees_queue_rows_and_pages(scripted: Scripted, how: 
     async def act(server: AsyncEngine, at_full_speed: threading.Event) -> None:
         events = {name: asyncio.Event() for name in ("kept", *map(str, range(6)))}
         tasks = {name: asyncio.create_task(read(server, name, event)) for name, event in events.items()}
-        await asyncio.wait_for(events["0"].wait(), 10)
+        await asyncio.wait_for(events["0"].wait(), 60)
         for name, task in tasks.items():
             if name == "kept":
                 continue

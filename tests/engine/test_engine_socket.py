@@ -34,7 +34,7 @@ LONG = SamplingParams(max_tokens=3000)
 
 
 class SteppingEngine(FakeEngine):
-    """A fake whose steps wait for `go`; keeps the arrivals it was told."""
+    """A fake whose steps wait for `go`; `steps` counts those begun. Keeps the arrivals it was told."""
 
     def __init__(self, rows: int = 4) -> None:
         super().__init__(EngineConfig(max_context=4096, max_sequences=rows))
@@ -50,8 +50,8 @@ class SteppingEngine(FakeEngine):
         return super().add_request(*args, **options)
 
     def step(self) -> list[RequestOutput]:
-        assert self.go.wait(60)
         self.steps += 1
+        assert self.go.wait(60)
         time.sleep(0.0003)
         return super().step()
 
@@ -174,6 +174,7 @@ def test_what_is_wrong_comes_back_and_harms_nobody() -> None:
             assert never.value.param == "n"
             fake.go.clear()
             neighbour = await far.submit("ok", SamplingParams(max_tokens=300))
+            await until(lambda: fake.steps == 1)  # so that it takes the others at once, when all have come
             waiting = [asyncio.create_task(far.submit("a", LONG)) for _ in range(5)]
             await until(lambda: engine.num_open == 6)
             fake.go.set()
@@ -311,7 +312,7 @@ def test_an_answer_that_takes_longer_than_the_next_news_is_not_lost(
             monkeypatch.setattr(engine, "abort_group" if question == "abort" else question, slow)
             asked = {"metrics": lambda: far.metrics(()), "abort": lambda: far.abort_group(None)}
             asked |= {"snapshot": far.snapshot, "memory_map": far.memory_map}
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 assert await asked[question]() == found
 
     run(main)

@@ -34,16 +34,18 @@ def far(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class HeldEngine(FakeEngine):
-    """A fake of one row that waits for `go` before each step."""
+    """A fake of one row whose steps wait for `go`; `steps` counts those begun."""
 
     def __init__(self, fail_on: str | None = None) -> None:
         super().__init__(EngineConfig(max_context=2048, max_sequences=1), fail_on=fail_on)
         self.go = threading.Event()
         self.go.set()
+        self.steps = 0
         self.broken = False
 
     def step(self) -> list[RequestOutput]:
-        assert self.go.wait(10)
+        self.steps += 1
+        assert self.go.wait(60)
         if self.broken:
             raise ValueError("boom")
         time.sleep(0.0005)
@@ -51,7 +53,7 @@ class HeldEngine(FakeEngine):
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -141,8 +143,7 @@ def test_a_full_queue_is_429_at_once_and_harms_nobody() -> None:
         served = Served(held, max_waiting=4)
         held.go.clear()
         first = Exchange(served.app, "/v1/completions", {"prompt": "a", "max_tokens": 3, "n": 3})
-        await until(lambda: served.engine.num_open == 1)
-        await asyncio.sleep(0.01)
+        await until(lambda: held.steps == 1)  # so that it takes the others at once, when all have come
         many = [
             Exchange(served.app, "/v1/completions", {"prompt": "a", "max_tokens": 3, "stream": i % 2 == 0}) for i in range(20)
         ]

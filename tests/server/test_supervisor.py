@@ -81,7 +81,7 @@ class FakeProcess:
 
     def __init__(self, handle: int) -> None:
         self.said = Control(socket.socket(fileno=os.dup(handle)))
-        self.said._socket.settimeout(10)
+        self.said._socket.settimeout(60)
         self.life: asyncio.Task[Any]
         self._ended = asyncio.Event()
 
