@@ -1,4 +1,4 @@
-"""What all tests share: one compile cache, kept between runs beside pytest's own cache; and logging as nobody has set it up."""
+"""What all tests share: one compile cache, kept between runs; logging as nobody has set it up; no deadlines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Iterator
 
 import jax
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")  # a busy machine is no failure
 
 
 @pytest.fixture(scope="session", autouse=True)

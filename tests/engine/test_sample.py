@@ -35,7 +35,7 @@ ROW = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.tuples(st.lists(SMALL, min_size=16, max_size=16), ROW), min_size=ROWS, max_size=ROWS))
 def test_every_filter_equals_the_sorting_oracle(cases):
     """All settings at once over ties, -inf and large values; 16 tokens, so that the whole distribution is reported."""
@@ -92,7 +92,7 @@ def compare(logits, rows):
         assert sampled.ranks[i] == 1 + (kept & (x > x[token])).sum()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32), st.lists(st.integers(1, 3000), min_size=ROWS, max_size=ROWS), st.floats(2**-6, 1, width=32))
 def test_top_k_is_exact_for_any_k(seed, top_k, spread):
     """Also far beyond 64, with many ties: ids kept are those at least as large as the k-th. Seen through the rank."""

@@ -107,7 +107,7 @@ def is_valid(value: Any, schema: dict[str, Any]) -> bool:
     return True
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(schema=LEAVES | LISTS | OBJECTS, seed=st.integers(0, 2**32), temperature=st.sampled_from([0.0, 1.0, 3.0]))
 def test_what_a_random_model_writes_is_valid(schema: dict[str, Any], seed: int, temperature: float) -> None:
     random_logits()

@@ -127,7 +127,7 @@ def test_the_gpu_blocks_give_the_same():
         np.testing.assert_allclose(gradient, right[name], rtol=0, atol=1e-5 * np.abs(right[name]).max(), err_msg=name)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     st.lists(st.tuples(st.sampled_from([1, 2, 63, 64, 65, 127, 128, 129, 200]), st.integers(1, 200)), min_size=1, max_size=3),
     st.sampled_from([0, 1, 64, 129]),

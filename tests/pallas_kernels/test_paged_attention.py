@@ -96,7 +96,7 @@ def small_case(*rows, window=0):
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.sampled_from(LENGTHS), st.integers(1, 257)), min_size=1, max_size=4),
     st.sampled_from([0, 1, 7, 16, 128, 129, 1000]),

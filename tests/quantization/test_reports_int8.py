@@ -29,7 +29,7 @@ def step(values: np.ndarray, axis: int) -> np.ndarray:
     return np.abs(values).max(axis=axis, keepdims=True) / 127 * 0.501 + 1e-30
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(0, 2**32 - 1), st.integers(0, 15), st.integers(0, 31), st.integers(0, 4), st.sampled_from([1.0, 1e-20, 1e4, 3e30])
 )

@@ -34,7 +34,6 @@ def test_chosen_buckets(largest, rows, tokens):
 
 @pytest.mark.parametrize(("choose", "most"), CHOICES)
 @given(largest=st.integers(1, 20_000))
-@settings(deadline=None)
 def test_buckets_rise_end_at_the_largest_and_are_few(choose, most, largest):
     buckets = choose(largest)
     assert list(buckets) == sorted(set(buckets))
@@ -96,7 +95,7 @@ def test_b15_buckets_that_do_not_reach_the_budget_are_refused():
     buckets=st.lists(st.integers(1, 12), max_size=3),
     prompts=st.lists(st.integers(1, 30), min_size=1, max_size=6),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_b15_every_accepted_combination_completes(max_sequences, budget, chunk, steps, buckets, prompts):
     try:
         config = EngineConfig(

@@ -125,7 +125,7 @@ def test_a_long_limit_that_is_seldom_used_lands_in_the_short_lane():
     weights=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     sizes=st.lists(st.tuples(st.integers(30, 99), st.integers(101, 1500)), min_size=10, max_size=30),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_token_shares_follow_the_weights_to_within_a_quantum_and_a_request(weights, sizes):
     """The bound of deficit round robin: a lane's credit lies between nothing and its longest request."""
     lanes = Lanes(
@@ -223,7 +223,7 @@ def test_looking_at_the_candidates_changes_nothing():
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(0, 3), st.integers(0, 1)), min_size=10, max_size=40))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_waiting_lane_is_served_once_in_max_wait_whatever_fits(steps):
     """Also when the head whose turn it is never fits, and the other lane's is let in out of turn for ever."""
     lanes, now, served = Lanes((SHORT, LONG), MAX_WAIT), 0.0, [0.0, 0.0]

@@ -212,5 +212,5 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.num_used == len(counts)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestPoolMachine = PoolMachine.TestCase

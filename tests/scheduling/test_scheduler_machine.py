@@ -138,5 +138,5 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not self.sim.config.deterministic or not any(r.num_preemptions for r in self.sim.requests)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llmjax.server.tool_parsers import FORMATS, HERMES, LLAMA, CallFormat, ToolParser, format_of, parse_calls
@@ -151,7 +151,6 @@ def outputs(draw: st.DrawFn) -> tuple[CallFormat, str]:
     return form, "".join(draw(st.lists(SHARDS | st.text(max_size=5) | call, max_size=9)))
 
 
-@settings(deadline=None)
 @given(outputs(), st.data())
 def test_no_cut_changes_what_is_found(output: tuple[CallFormat, str], data: st.DataObject) -> None:
     form, text = output
@@ -164,7 +163,6 @@ def test_no_cut_changes_what_is_found(output: tuple[CallFormat, str], data: st.D
         assert content == text
 
 
-@settings(deadline=None)
 @given(st.sampled_from([HERMES, LLAMA]), st.lists(st.tuples(st.sampled_from(NAMES), ARGUMENTS), min_size=1, max_size=3))
 def test_calls_come_back_from_what_a_model_writes(form: CallFormat, calls: list[tuple[str, dict[str, Any]]]) -> None:
     text = form.between.join(written(form, name, json.dumps(arguments)) for name, arguments in calls)
