@@ -119,6 +119,7 @@ def test_a_reader_that_sleeps_finds_everything_in_one_output() -> None:
         async with running(HeldEngine()) as engine:
             stream = await engine.submit("abc", SamplingParams(max_tokens=50))
             await until(lambda: not engine._streams)
+            await engine.call(lambda: None)  # what was posted before has come
             outputs = [output async for output in stream]
             assert len(outputs) == 1, "what nobody has read is one part"
             assert outputs[0].new_token_ids == [outputs[0].outputs[0].token_ids]
@@ -185,7 +186,7 @@ def test_a_request_given_up_before_the_engine_saw_it_is_never_added() -> None:
             first = await engine.submit("a", LONG)
             await until(lambda: fake.steps > 0)
             late = asyncio.create_task(engine.submit("b", LONG))
-            await asyncio.sleep(0.02)
+            await until(lambda: engine.num_open == 2)
             late.cancel()
             await asyncio.gather(late, return_exceptions=True)
             fake.go.set()
@@ -346,7 +347,7 @@ def test_an_id_in_use_is_refused_until_its_last_output_is_out() -> None:
             first = await engine.submit("a", LONG, request_id="x")
             engine.abort("x")
             again = asyncio.create_task(engine.submit("b", LONG, request_id="x"))
-            await asyncio.sleep(0.01)
+            await until(lambda: engine.num_open == 2)
             fake.go.set()
             with pytest.raises(RequestError, match="in use"):
                 await again
