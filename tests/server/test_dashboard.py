@@ -54,8 +54,9 @@ def test_an_event_tells_what_the_server_does_and_no_prompt(served: Served, scrip
         assert first["health"] == {"state": "ready", "reason": ""}
         assert (first["models"], first["figures"]["output_rate"]) == (["tiny", "alias"], None)
         assert first["engine"]["running"] == {"all": 0}
-        with paced(scripted.engine):
-            work = [asyncio.ensure_future(served.request("POST", "/v1/completions", BODY)) for _ in range(6)]
+        with paced(scripted.engine) as at_full_speed:
+            long = {**BODY, "max_tokens": 100}
+            work = [asyncio.ensure_future(served.request("POST", "/v1/completions", long)) for _ in range(6)]
             seen: dict[str, Any] = {}
             while not all(task.done() for task in work):
                 ((_, now),) = parse(await anext(events))
@@ -64,6 +65,8 @@ def test_an_event_tells_what_the_server_does_and_no_prompt(served: Served, scrip
                 seen["waiting"] = max(seen.get("waiting", 0), engine["waiting"]["all"])
                 seen["first"] = seen.get("first") or figures["first"]["p95"]
                 seen["owner"] = seen.get("owner") or engine["largest"]
+                if seen["waiting"] >= 2 and all(seen.values()):
+                    at_full_speed.set()
         assert seen["rate"] > 0
         assert seen["waiting"] >= 2
         assert seen["owner"][0]["prompt"] == len("a secret prompt")
