@@ -3,6 +3,7 @@
     python -m bench.decode --preset llama-8b --batches 1,8,32,64,128,256 --json out.json
     python -m bench.decode --preset llama-8b --quantize w8a16 --json int8.json
 
+- params: MiB of the parameters and their share of the same model's unquantised, beside what the device has in use;
 - step: (time of 128 output tokens - time of 1) / 127, greedy, end of sequence ignored, token ids as prompts, all requests
   at once: what vLLM was measured by.
 - steady: median time of the launches in which every row decodes, a step of them.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import time
 from typing import Any
 
@@ -25,10 +27,11 @@ import numpy as np
 from bench.rows import Rows
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.llm import LLM
-from llmjax.model.checkpoint.load import load_model
+from llmjax.model.checkpoint.load import LoadedModel, load_model
 from llmjax.model.checkpoint.presets import preset_config
 from llmjax.model.config import ModelConfig
 from llmjax.model.kv_cache import KVCache
+from llmjax.model.layers import abstract_params
 from llmjax.model.mixed_layer import multiply
 from llmjax.model.quantization import SCHEMES
 from llmjax.quantization.quantize import plan_quantization
@@ -55,7 +58,7 @@ def main() -> None:
     plan = None if args.quantize is None else plan_quantization(preset_config(args.preset), args.quantize)
     loaded = load_model(random=args.preset, dtype=args.dtype, scale=0.001, quantization=plan)
     jax.block_until_ready(loaded.params)
-    rows.add(load_seconds=time.perf_counter() - started)
+    rows.add(load_seconds=time.perf_counter() - started, quantize=args.quantize, **_sizes(loaded))
     context = max(args.prompt) + args.output
     config = EngineConfig(
         max_context=context,
@@ -109,6 +112,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--no-parts", action="store_true")
     parser.add_argument("--json")
     return parser.parse_args()
+
+
+def _sizes(loaded: LoadedModel) -> dict[str, float | None]:
+    """MiB of the parameters, their share of those of the same model unquantised, and MiB that the device has in use."""
+
+    def of(tree: Any) -> int:
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+    plain = abstract_params(loaded.config)
+    in_use = (jax.devices()[0].memory_stats() or {}).get("bytes_in_use")
+    return {
+        "params_mib": of(loaded.params) / 2**20,
+        "of_unquantised": of(loaded.params) / of(plain),
+        "device_mib": None if in_use is None else in_use / 2**20,
+    }
 
 
 def _numbers(text: str) -> list[int]:

@@ -3,6 +3,7 @@
     python -m bench.peer_tables --preset llama-8b --rows 256 --tables prefill,mixed --tokens-per-step 8192 --json out.json
     python -m bench.peer_tables --preset llama-8b --rows 256 --tables open --json out.json
     python -m bench.peer_tables --preset llama-8b --rows 256 --tables mixed,open --lanes short:640:3,long --prefix-cache
+    python -m bench.peer_tables --preset llama-8b --rows 256 --tables prefill,mixed --quantize w8a8 --kv-dtype int8
     python -m bench.peer_tables --preset tiny --rows 8 --scale 32 --requests 24    # a CPU
 
 - prefill: prompt tokens a second until all first tokens are out, `requests` prompts of `prompt` tokens at once;
@@ -12,7 +13,8 @@
 
 Token ids as prompts, greedy, end of sequence ignored, one queue without a prefix cache. With `--lanes short:640:3,long` and
 `--prefix-cache` it must be no worse, although no prompt begins like another. vLLM: one H200 (bench/results/README.md), through
-its engine without HTTP, of these very requests. `--scale` divides all lengths, for a CPU; then no vLLM stands beside.
+its engine without HTTP, of these very requests, in bfloat16 whatever `--quantize` says. `--scale` divides all lengths, for a CPU;
+then no vLLM stands beside.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ from llmjax.loadtest.measure import Figures, ServiceLevels, measure
 from llmjax.loadtest.target import EngineTarget
 from llmjax.loadtest.workload import Synthetic
 from llmjax.model.checkpoint.load import load_model
+from llmjax.model.checkpoint.presets import preset_config
+from llmjax.model.quantization import SCHEMES
+from llmjax.quantization.quantize import plan_quantization
 from llmjax.sampling_params import SamplingParams
 
 CONTEXT = 8448
@@ -74,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows=args.rows,
             lanes=args.lanes,
             prefix_cache=args.prefix_cache,
+            quantize=args.quantize,
+            kv_dtype=args.kv_dtype,
             completed=figures.completed,
             failed=figures.failed,
             **_rates(figures, args, load),
@@ -103,16 +110,21 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefix-cache", action="store_true")
     parser.add_argument("--kv-gib", type=float)
     parser.add_argument("--dtype")
+    parser.add_argument("--quantize", choices=SCHEMES, help="linears in int8; the weights are made so on the device")
+    parser.add_argument("--kv-dtype", choices=["int8"], help="of keys and values")
     parser.add_argument("--compile-cache")
     parser.add_argument("--json")
     return parser.parse_args(argv)
 
 
 def _llm(args: argparse.Namespace) -> LLM:
-    loaded = load_model(random=TINY if args.preset == "tiny" else args.preset, dtype=args.dtype, scale=0.001)
+    model = TINY if args.preset == "tiny" else preset_config(args.preset)
+    plan = None if args.quantize is None else plan_quantization(model, args.quantize)
+    loaded = load_model(random=model, dtype=args.dtype, scale=0.001, quantization=plan)
     chunk = args.prefill_chunk or args.tokens_per_step or EngineConfig.prefill_chunk
     config = EngineConfig(
         max_context=CONTEXT // args.scale,
+        kv_cache_dtype=args.kv_dtype,
         kv_cache_bytes=None if args.kv_gib is None else int(args.kv_gib * 2**30),
         max_sequences=args.rows,
         max_tokens_per_step=args.tokens_per_step,
