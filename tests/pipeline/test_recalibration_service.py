@@ -106,7 +106,8 @@ def test_what_was_made_of_the_traffic_is_swapped_in(write: Callable[..., Path], 
         Path("aside").rename("traffic.1.jsonl")
         until(lambda: "the candidate passed and serves now" in log.read_text())
         until(lambda: name() == "from-traffic")
-        assert 'llmjax:recalibrations_total{result="passed"} 1.0' in httpx2.get(Path("url").read_text() + "/metrics").text
+        passed = 'llmjax:recalibrations_total{result="passed"} 1.0'
+        until(lambda: passed in httpx2.get(Path("url").read_text() + "/metrics", timeout=60).text)
         state = json.loads(Path(".llmjax/recalibration/test.json").read_text())
         assert Path(state["data"]).read_text() == traffic
         service.send_signal(signal.SIGTERM)

@@ -285,11 +285,16 @@ def test_a_stop_while_the_engine_loads_ends_all(start: Callable[..., Service], t
     assert service.ended() == 130
 
 
-def replace(beside: Path, **fields: Any) -> Any:
-    """Have the process beside replace the engine, and what it was told then."""
+def ask_to_replace(beside: Path, **fields: Any) -> None:
+    """Have the process beside replace the engine."""
     aside = beside.with_name("aside")
     aside.write_text(json.dumps(fields))
-    aside.rename(f"{beside}.ask")
+    aside.rename(f"{beside}.ask")  # whole, whenever it is looked for
+
+
+def replace(beside: Path, **fields: Any) -> Any:
+    """`ask_to_replace`, and what it was told then."""
+    ask_to_replace(beside, **fields)
     told = Path(f"{beside}.told")
     until(lambda: told.exists() and told.read_text() != "")
     return json.loads(told.read_text())
@@ -329,7 +334,7 @@ def test_a_stop_while_the_engine_is_being_replaced_is_the_first_one(start: Calla
     service = start(beside=str(tmp_path / "beside"))
     service.wait_for(200)
     stream = Stream(service, max_tokens=1000)
-    (tmp_path / "beside.ask").write_text('{"name": "anew"}')
+    ask_to_replace(tmp_path / "beside", name="anew")
     service.wait_for(503)
     service.process.send_signal(signal.SIGTERM)
     assert stream.ended()["choices"][0]["finish_reason"] == "length"
