@@ -15,6 +15,7 @@ from llmjax.engine.config import EngineConfig
 from llmjax.engine.draft_model import DraftModel
 from llmjax.engine.engine import Engine
 from llmjax.engine.engine_view import picture_json, read_engine, take_picture
+from llmjax.engine.launch_timer import LaunchTimer
 from llmjax.engine.outputs import RequestOutput
 from llmjax.errors import ConfigError
 from llmjax.sampling_params import SamplingParams
@@ -132,6 +133,16 @@ def test_the_policy_of_a_running_engine_changes_and_counts_stay(engine: Engine) 
             engine.set_policy(speculative=dataclasses.replace(BUILT, **other))  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def never_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are timed that follow another without a pause. On a busy machine none may: here all count that followed one."""
+    launched = LaunchTimer.launched
+    monkeypatch.setattr(
+        LaunchTimer, "launched", lambda self, program, now_ns, *, late: launched(self, program, now_ns, late=False)
+    )
+
+
+@pytest.mark.usefixtures("never_late")
 def test_what_launches_take_is_measured_and_followed(made: Engine) -> None:
     made.speculation = made._paused = None
     made.runner.warm_up()
@@ -145,6 +156,7 @@ def test_what_launches_take_is_measured_and_followed(made: Engine) -> None:
     assert seconds.of(5, 3) == float("inf")
 
 
+@pytest.mark.usefixtures("never_late")
 def test_a_launch_before_which_the_draft_model_catches_up_is_no_measure(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would make rounds look dear just when they are tried again after many plain steps."""
     kinds: list[str] = []
