@@ -27,11 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.ablation import Layout, Operations, State, operations, step
+from bench.flash_cases import forms
 from bench.rows import Rows
 from llmjax.model.checkpoint.load import load_model
 from llmjax.model.config import ModelConfig
 from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.matmul import dense
 
 REPORTED = "-18 % a forward, more beyond 1k tokens"
 LAUNCHES = 5
@@ -39,39 +39,6 @@ QUERIES = 32
 """So many queries, the first and the last among them, are computed in float64."""
 
 Attention = Callable[..., jax.Array]  # (q, k, v, **form) -> [T, N, H]
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """A form of causal attention: kv heads, and what its scores get."""
-
-    kv_heads: int
-    window: int = 0
-    slopes: bool = False
-    bias: int = 0
-
-    def options(self, heads: int, seed: int) -> dict[str, Any]:
-        """The arguments of `flash_attention` that it takes."""
-        keys = jax.random.split(jax.random.key(seed))
-        found: dict[str, Any] = {"window": self.window} if self.window else {}
-        if self.slopes:
-            found["alibi_slopes"] = jax.random.uniform(keys[0], (heads,), jnp.float32, 0.01, 0.3)
-        if self.bias:
-            found["relative_bias"] = jax.random.normal(keys[1], (heads, self.bias), jnp.float32)
-        return found
-
-
-def forms(config: ModelConfig) -> dict[str, Form]:
-    """Grouped-query, which the model has, first; the others differ from it in one thing each."""
-    plain = Form(config.num_kv_heads)
-    return {
-        "grouped-query": plain,
-        "multi-head": Form(config.num_heads),
-        "multi-query": Form(1),
-        "window 1024": dataclasses.replace(plain, window=1024),
-        "ALiBi": dataclasses.replace(plain, slopes=True),
-        "relative bias of 128": dataclasses.replace(plain, bias=128),
-    }
 
 
 def biased_scores(np_: Any, scores: Any, positions: Any, keys: int, **options: Any) -> Any:
@@ -127,7 +94,7 @@ def one_sequence(attention: Attention) -> Layout:
 def forward(config: ModelConfig, attention: Attention, params: Any, tokens: jax.Array) -> jax.Array:
     """The likeliest token behind the sequence, [1]."""
     ops: Operations = operations(config, one_sequence(attention), None, None)
-    last = dataclasses.replace(ops, choose=lambda x, w: jnp.argmax(dense(x[-1:], w, out_dtype=jnp.float32), -1).astype(jnp.int32))
+    last = dataclasses.replace(ops, choose=lambda x, w: ops.choose(x[-1:], w))
     return step(last, params, State(tokens, jnp.arange(len(tokens), dtype=jnp.int32), None, None)).tokens
 
 
@@ -176,7 +143,7 @@ def of_forms(config: ModelConfig, lengths: Sequence[int], calls: int, seed: int)
                 out, ms, mib = measured(functools.partial(attention, **options), q, k, v, calls=calls)
                 error = abs(np.asarray(out[positions].astype(jnp.float32)) - expected).max()
                 row |= {f"{kind}_ms": ms, f"{kind}_mib": mib, f"{kind}_error": float(error)}
-            plain = row["flash_ms"] if name == "grouped-query" else plain
+            plain = row["flash_ms"] if name == "plain" else plain
             yield row | {"of_plain": row["flash_ms"] / plain}
 
 

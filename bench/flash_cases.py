@@ -16,6 +16,7 @@ import numpy as np
 
 from bench.kernel_cases import PAGE_SIZES, Case, Group, traffic_lengths
 from llmjax.model.checkpoint.presets import preset_config
+from llmjax.model.config import ModelConfig
 from pallas_kernels.flash_attention import FLASH_ATTENTION
 from pallas_kernels.flash_attention.xla import Biases, Rows
 from pallas_kernels.paged_attention import PAGED_ATTENTION
@@ -32,6 +33,39 @@ CHUNKS = ((2048, 0), (8192, 0), (512, 3584), (1024, 7168), (256, 1792), (4096, 0
 # Launches of so many tokens and rows; the last rows have these prompts, the others decode.
 ROWS = 256
 MIXED = {512: (257,), 2048: (30, 60, 110, 190, 330, 420, 666)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A form of causal attention: kv heads, and what its scores get."""
+
+    kv_heads: int
+    window: int = 0
+    slopes: bool = False
+    bias: int = 0
+
+    def options(self, heads: int, seed: int) -> dict[str, Any]:
+        """The arguments of `flash_attention` that it takes."""
+        keys = jax.random.split(jax.random.key(seed))
+        found: dict[str, Any] = {"window": self.window} if self.window else {}
+        if self.slopes:
+            found["alibi_slopes"] = jax.random.uniform(keys[0], (heads,), jnp.float32, 0.01, 0.3)
+        if self.bias:
+            found["relative_bias"] = jax.random.normal(keys[1], (heads, self.bias), jnp.float32)
+        return found
+
+
+def forms(config: ModelConfig) -> dict[str, Form]:
+    """The model's own heads first; the others differ from it in one thing each."""
+    plain = Form(config.num_kv_heads)
+    return {
+        "plain": plain,
+        "multi-head": Form(config.num_heads),
+        "multi-query": Form(1),
+        "window 1024": dataclasses.replace(plain, window=1024),
+        "ALiBi": dataclasses.replace(plain, slopes=True),
+        "relative bias of 128": dataclasses.replace(plain, bias=128),
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,34 +139,24 @@ def _paged_group(model: str, name: str, page: int, chunks: Sequence[tuple[int, i
 
 def contiguous_groups(model: str) -> Iterator[Group]:
     """One causal prompt over contiguous keys: the model's heads, then variants of them."""
-    config = preset_config(model)
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    variants: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "multi-head": {"kv_heads": heads},
-        "multi-query": {"kv_heads": 1},
-        "window 1024": {"window": 1024},
-        "ALiBi": {"slopes": True},
-        "relative bias of 128": {"bias": 128},
-    }
-    for rank, (name, tokens) in enumerate((name, tokens) for tokens in (8192, 2048) for name in variants):
-        yield _contiguous_group(model, name, tokens, rank, **{"kv_heads": kv_heads} | variants[name])
+    found = forms(preset_config(model))
+    for rank, (name, tokens) in enumerate((name, tokens) for tokens in (8192, 2048) for name in found):
+        yield _contiguous_group(model, name, tokens, rank, found[name])
 
 
-def _contiguous_group(
-    model: str, name: str, tokens: int, rank: int, *, kv_heads: int, window: int = 0, slopes: bool = False, bias: int = 0
-) -> Group:
+def _contiguous_group(model: str, name: str, tokens: int, rank: int, form: Form) -> Group:
     config = preset_config(model)
     dtype = jnp.dtype(config.dtype)
 
     def data(seed: int) -> dict[str, jax.Array | None]:
-        keys = jax.random.split(jax.random.key(seed), 4)
-        shape = (TURNS, tokens, kv_heads, config.head_dim)
+        keys = jax.random.split(jax.random.key(seed))
+        shape = (TURNS, tokens, form.kv_heads, config.head_dim)
+        options = form.options(config.num_heads, seed + 1)
         return {
             "k": jax.random.normal(keys[0], shape, dtype),
             "v": jax.random.normal(keys[1], shape, dtype),
-            "slopes": jax.random.uniform(keys[2], (config.num_heads,), jnp.float32, 0.01, 0.3) if slopes else None,
-            "bias": jax.random.normal(keys[3], (config.num_heads, bias), jnp.float32) if bias else None,
+            "slopes": options.get("alibi_slopes"),
+            "bias": options.get("relative_bias"),
         }
 
     def arguments(q: jax.Array, data: dict[str, jax.Array | None], turn: int, _: jax.Array) -> Call:
@@ -140,7 +164,7 @@ def _contiguous_group(
         assert k is not None
         assert v is not None
         starts = jnp.array([0, tokens], jnp.int32)
-        rows = Rows(starts, starts, jnp.int32(window))
+        rows = Rows(starts, starts, jnp.int32(form.window))
         options = {"causal": True, "scale": float(config.head_dim) ** -0.5, "soft_cap": 0.0, "return_lse": False}
         return Call((q, k[turn], v[turn], Biases(data["slopes"], data["bias"], None), rows), options)
 
@@ -150,12 +174,12 @@ def _contiguous_group(
         model=model,
         rows=tokens,
         count=config.num_layers,
-        bytes=_bytes(model, tokens, tokens, kv_heads),
-        flops=_flops(model, tokens, 0, window),
+        bytes=_bytes(model, tokens, tokens, form.kv_heads),
+        flops=_flops(model, tokens, 0, form.window),
         query=_query(model, tokens),
         arguments=arguments,
-        window=window,
-        biased=slopes or bias > 0,
+        window=form.window,
+        biased=form.slopes or form.bias > 0,
     )
     return Group(name=f"{model} flash {case.name}", cases=(case,), data=data, turns=lambda _: range(TURNS), rank=rank)
 

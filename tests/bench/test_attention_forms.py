@@ -14,7 +14,8 @@ import pytest
 from tiny_models import CONFIGS, naive_logits, random_params
 
 from bench import attention_forms
-from bench.attention_forms import ATTENTIONS, Form, biased_scores, exact, forms, forward, naive_attention
+from bench.attention_forms import ATTENTIONS, biased_scores, exact, forward, naive_attention
+from bench.flash_cases import Form, forms
 from llmjax.model.checkpoint.load import LoadedModel
 
 CONFIG = dataclasses.replace(CONFIGS["qwen2"], num_tokens=301)
