@@ -345,6 +345,7 @@ def test_an_id_in_use_is_refused_until_its_last_output_is_out() -> None:
         async with running(fake) as engine:
             fake.go.clear()
             first = await engine.submit("a", LONG, request_id="x")
+            await until(lambda: fake.steps > 0)  # held there: what is asked from here on waits in its queue
             engine.abort("x")
             again = asyncio.create_task(engine.submit("b", LONG, request_id="x"))
             await until(lambda: engine.num_open == 2)
