@@ -278,13 +278,16 @@ def test_a_stuck_step_ends_streams_in_time_and_passes() -> None:
 
 def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
     async def main() -> None:
-        async with AsyncEngine(HeldEngine()) as engine:
+        fake = HeldEngine()
+        fake.go.clear()
+        async with AsyncEngine(fake) as engine:
             reader = asyncio.create_task(_last(engine.generate("ab", SamplingParams(max_tokens=40))))
             await until(lambda: engine.num_open == 1)
             engine.close_doors()
             assert engine.health.state == "draining"
             with pytest.raises(UnavailableError, match="later"):
                 await engine.submit("a", LONG)
+            fake.go.set()
             assert await engine.drain(10)
             assert (await reader).outputs[0].text == "ab" * 20
         assert engine.health.state == "stopped"
