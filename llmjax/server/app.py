@@ -7,7 +7,6 @@ that is for whoever made the engine.
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from llmjax import __version__
 from llmjax.engine.engine_client import EngineClient
 from llmjax.errors import LlmjaxError, RequestError
 from llmjax.server.config import ServerConfig
@@ -162,7 +162,7 @@ class _Routes:
         return JSONResponse(await self._service.engine.memory_map())
 
     async def _version(self, request: Request) -> Response:
-        return JSONResponse({"version": importlib.metadata.version("llmjax")})
+        return JSONResponse({"version": __version__})
 
     async def _openapi(self, request: Request) -> Response:
         return JSONResponse(self._document)

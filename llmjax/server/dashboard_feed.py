@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import importlib.metadata
 import json
 import logging
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from llmjax import __version__
 from llmjax.errors import LlmjaxError
 from llmjax.server.dashboard_figures import Window, bars
 from llmjax.server.service import Service
@@ -35,7 +35,7 @@ class DashboardFeed:
     def __init__(self, service: Service, *, interval: float = 1.0) -> None:
         self._service = service
         self._interval = interval
-        self._version = importlib.metadata.version("llmjax")
+        self._version = __version__
         self._viewers: dict[asyncio.Event, None] = {}
         self._task: asyncio.Task[None] | None = None
         self._next = 0.0  # monotonic: not to ask the engine again before

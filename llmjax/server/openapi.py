@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import Any
 
+from llmjax import __version__
 from llmjax.server.config import ServerConfig
 from llmjax.server.openapi_schemas import (
     BOOLEAN,
@@ -96,7 +96,7 @@ def openapi_document(config: ServerConfig) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "llmjax",
-            "version": importlib.metadata.version("llmjax"),
+            "version": __version__,
             "description": "OpenAI's API for one model. Every error is OpenAI's error object.",
         },
         "paths": paths if config.api_keys else {path: _open(item) for path, item in paths.items()},
