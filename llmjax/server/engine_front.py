@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from types import FrameType
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 ORPHANED = 1  # exit code without a supervisor
 _CLOSING = 5.0  # seconds for what has been said to reach the workers
 _WORKERS_START = 60.0
+_SWITCH = 0.0005
+"""Seconds that the thread of the clients waits at most for the interpreter, which the engine's thread holds for milliseconds while
+it prepares a launch: a request or a first token would wait as long, and be late for the launch after it."""
 _INTERRUPT = signal.SIGUSR1  # from the listening thread to the main one
 
 
@@ -64,6 +68,7 @@ class EngineFront:
         # What was made by now stays. To look through all of it for garbage takes tens of milliseconds, between two tokens.
         gc.collect()
         gc.freeze()
+        sys.setswitchinterval(_SWITCH)
         clients = EngineSocket(engine, name)
         clients.start()
         with self._lock:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -119,6 +120,8 @@ class _Worker:
             self._service = app.state.service
             self._engine.registries = [app.state.service.metrics.registry]
             self._app = app
+            gc.collect()
+            gc.freeze()  # the app stays: to look through all of it for garbage takes milliseconds, between two tokens
         self._may_start.set()
 
     async def _before_the_engine(self, scope: Scope, receive: Receive, send: Send) -> None:
