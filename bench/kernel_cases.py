@@ -34,6 +34,10 @@ PAGE_SIZES = (16, 64, 32)
 
 TRAFFIC_ROWS, TRAFFIC_ROOM = 32, 8192
 """From so many rows on, with room for contexts of so many tokens, decoding attention is timed on lengths as traffic has them."""
+SHORT = 256
+"""Where contexts of a run of 128 prompt and 128 output tokens end."""
+SHORT_ROWS = 128
+"""Batches of fewer rows are often short in a room for long ones: there both kinds count."""
 
 LAYER_CALLS = 1 << 14
 """Calls of a layer in a launch, at most: each meets at barriers of its own, zero before it, as in a step."""
@@ -215,12 +219,14 @@ def _attention_group(
     # Short contexts as in a run of 128 prompt and 128 output tokens; long ones full, as they are quoted; where many rows have
     # room for long ones, those of traffic.
     lengths, kind = np.full(rows, context, np.int32), ""
-    if context <= 256:
-        lengths = np.linspace(context // 2 + 1, context, rows + 2)[1:-1].round().astype(np.int32)
+    short = np.linspace(SHORT // 2 + 1, SHORT, rows + 2)[1:-1].round().astype(np.int32)
+    if context <= SHORT:
+        lengths = short
     elif rows >= TRAFFIC_ROWS and context == TRAFFIC_ROOM:
         lengths, kind = traffic_lengths(rows), "traffic in "
     head = config.head_dim + 4 if int8 else config.head_dim * dtype.itemsize  # its scale, if it has one
-    size = int(lengths.sum()) * 2 * config.num_kv_heads * head
+    token_bytes = 2 * config.num_kv_heads * head
+    size = int(lengths.sum()) * token_bytes
     width = -(-context // page_size)
     needed = -(-lengths // page_size)
     taken = int(needed.sum())
@@ -251,32 +257,35 @@ def _attention_group(
             "starts": jnp.arange(rows + 1, dtype=jnp.int32),
         }  # fmt: skip
 
-    def arguments(q: jax.Array, data: dict[str, Any], turn: int, round: jax.Array, *, live: int) -> Call:
+    def arguments(q: jax.Array, data: dict[str, Any], turn: int, round: jax.Array, *, most: np.ndarray[Any, Any]) -> Call:
         layer = (round * unrolled + turn) % layers
-        lengths = jnp.where(jnp.arange(rows) < live, data["lengths"], 0)
+        lengths = jnp.minimum(data["lengths"], jnp.asarray(most))
         args = (q, data["k"], data["v"], data["table"], lengths, data["starts"])
         scale = float(config.head_dim) ** -0.5
         return Call(args, {"page_offset": layer * pages, "scale": scale, "window": 0, "soft_cap": 0.0, "decode": True})
 
-    def case(live: int) -> Case:
-        name = f"{rows} rows x {kind}{context}, page {page_size}{', int8' * int8}"
+    def case(most: np.ndarray[Any, Any] = lengths, only: str = "") -> Case:
         return Case(
-            name=name + (f", {live} of them" if live < rows else ""),
+            name=name + only,
             operation=PAGED_ATTENTION,
             model=model,
             rows=rows,
-            count=config.num_layers if live == rows else 0,
-            bytes=size // rows * live,
-            must=must if live == rows else None,
-            goal=goal if live == rows else None,
+            count=0 if only else config.num_layers,
+            bytes=int(np.minimum(lengths, most).sum()) * token_bytes,
+            must=None if only else must,
+            goal=None if only else goal,
             peerless=int8,
             query=lambda key: jax.random.normal(key, (rows, config.num_heads, config.head_dim), dtype),
-            arguments=functools.partial(arguments, live=live),
+            arguments=functools.partial(arguments, most=most),
         )
 
-    # The smallest batch that programs are made for serves a single row too.
-    cases = (case(rows), case(1)) if rows == MIN_ROW_BUCKET else (case(rows),)
-    return Group(name=f"{model} attention {cases[0].name}", cases=cases, data=data, turns=lambda _: range(unrolled), rank=rank)
+    name = f"{rows} rows x {kind}{context}, page {page_size}{', int8' * int8}"
+    cases = [case()]
+    if rows == MIN_ROW_BUCKET:  # the smallest batch that programs are made for serves a single row too
+        cases.append(case(np.where(np.arange(rows) < 1, lengths, 0), ", 1 of them"))
+    if context == TRAFFIC_ROOM and rows < SHORT_ROWS:
+        cases.append(case(short, ", short"))
+    return Group(name=f"{model} attention {name}", cases=tuple(cases), data=data, turns=lambda _: range(unrolled), rank=rank)
 
 
 def layer_groups(model: str, tokens: Sequence[int] = (8, 32, 64, 16)) -> Iterator[Group]:

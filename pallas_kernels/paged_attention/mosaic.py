@@ -302,7 +302,8 @@ def _combine(partials: Partials, q: Array, seq_lens: Array, query_starts: Array,
     peaks, totals = partials.stats[:, :, :, 0, :used], partials.stats[:, :, :, 1, :used]
     factors = jnp.exp2(peaks - peaks.max(axis=2, keepdims=True))
     total = (totals * factors).sum(axis=2)
-    result = (partials.acc * factors[..., None]).sum(axis=2) / jnp.where(total > 0, total, 1)[..., None]
+    acc = jnp.where(totals[..., None] == 0, 0, partials.acc)  # a split without keys has written none
+    result = (acc * factors[..., None]).sum(axis=2) / jnp.where(total > 0, total, 1)[..., None]
     rows = q.shape[0] if plan.by_row else seq_lens.shape[0]
     members = plan.heads * plan.members
     result = result.reshape(rows, plan.groups, plan.parts, plan.queries, plan.rows, plan.head_dim)

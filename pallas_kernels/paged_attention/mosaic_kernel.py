@@ -115,6 +115,13 @@ class _Cta(Work):
         self.results, self.scale, self.soft_cap = results, scale, soft_cap
 
     def run(self) -> None:
+        if self.plan.splits == 1:
+            self._work()
+            return
+        pl.when(self.busy)(self._work)
+        pl.when(jnp.logical_not(self.busy))(self._store_nothing)
+
+    def _work(self) -> None:
         plan = self.plan
         if not plan.copier:
             self._compute(0)
@@ -376,6 +383,18 @@ class _Cta(Work):
 
         self._each_tile(tile, store)
         plgpu.wait_smem_to_gmem(0)
+
+
+    def _store_nothing(self) -> None:
+        """A split without keys: nobody reads its accumulator."""
+        plan = self.plan
+        warpgroup = lax.axis_index("warpgroup") if plan.warpgroups + plan.copier > 1 else jnp.int32(0)
+
+        @pl.when(warpgroup < plan.tiles)
+        def _() -> None:
+            stats, own = self.results["stats"].at[self.place], pl.ds(_multiple(warpgroup * TILE, TILE), TILE)
+            stats[0, own] = plgpu.layout_cast(jnp.full((TILE,), NOTHING, jnp.float32), ROWS)
+            stats[1, own] = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), ROWS)
 
 
 def _tiled(width: int, bits: int) -> tuple[Any, ...]:

@@ -28,7 +28,9 @@ class Work:
         first_token, live: the first query of the CTA in q, and how many there are.
         position: of that query in its sequence. reach: keys that a query sees, itself included.
         seen, end: the keys that at least one query sees, [seen, end).
-        first, steps: the first block of this split, or of the member's share of it, and how many it has.
+        first, steps: the first block of this split, or of the member's share of it, and how many it has. Where there are fewer
+            blocks than shares, the first ones get one each.
+        busy: whether the split has any.
     """
 
     def __init__(self, plan: Plan, inputs: dict[str, Any], buffers: dict[str, Any]) -> None:
@@ -64,10 +66,15 @@ class Work:
         first = lax.div(self.seen, jnp.int32(plan.block))
         blocks = lax.max(lax.div(self.end + (plan.block - 1), jnp.int32(plan.block)) - first, jnp.int32(0))
         blocks = jnp.where(self.live > 0, blocks, 0)
-        shares, share = jnp.int32(plan.splits * plan.team), self.split * plan.team + self.member
-        begin = lax.div(blocks * share, shares)
-        self.steps = lax.div(blocks * (share + 1), shares) - begin
-        self.first = first + begin
+        shares = lax.max(lax.min(blocks, jnp.int32(plan.splits * plan.team)), jnp.int32(1))
+
+        def begin(share: Array) -> Array:
+            return lax.div(blocks * lax.min(share, shares), shares)
+
+        share = self.split * plan.team + self.member
+        self.steps = begin(share + 1) - begin(share)
+        self.first = first + begin(share)
+        self.busy = begin(self.split * plan.team) < blocks
 
     def slot(self, step: Array | int) -> Array | int:
         """Where in the rings a block of this member lies."""
