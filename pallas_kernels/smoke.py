@@ -93,7 +93,7 @@ def check(probes: Sequence[Probe] | None = None) -> list[str]:
     device, host = _device(), _host()
     pairs = [
         (probe, name)
-        for probe in (PROBES if probes is None else probes)
+        for probe in ((*PROBES, *INT8_PROBES) if probes is None else probes)
         for name in sorted({entry["implementation"] for entry in tuning.entries(probe.operation.name)} - {REFERENCE})
     ]
     with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), thread_name_prefix="check") as threads:
@@ -295,19 +295,22 @@ PROBES = (
     Probe(DENSE, _dense),
     Probe(RESIDUAL_DENSE, _residual_dense),
     Probe(GATED_DENSE, _gated_dense),
-    Probe(W8A16, _int8_dense),
-    Probe(W8A8, _w8a8),
-    Probe(INT8_DENSE, _int8_dense),
-    Probe(RMS_NORM_QUANTIZE, _norm_quantize, _dequantized),
-    Probe(RESIDUAL_RMS_NORM_QUANTIZE, _residual_norm_quantize, _dequantized),
     Probe(PAGED_ATTENTION, _decode_attention),
     Probe(PAGED_ATTENTION, _verify_attention),
-    Probe(PAGED_ATTENTION, _int8_decode_attention),
     Probe(PAGED_ATTENTION, _extend_attention),
     Probe(FLASH_ATTENTION, _flash_attention),
     Probe(ROPE_KV_WRITE, _rope_kv_write),
     Probe(FUSED_LAYER, _layer, _layer_result),
 )
+INT8_PROBES = (
+    Probe(W8A16, _int8_dense),
+    Probe(W8A8, _w8a8),
+    Probe(INT8_DENSE, _int8_dense),
+    Probe(RMS_NORM_QUANTIZE, _norm_quantize, _dequantized),
+    Probe(RESIDUAL_RMS_NORM_QUANTIZE, _residual_norm_quantize, _dequantized),
+    Probe(PAGED_ATTENTION, _int8_decode_attention),
+)
+"""Of what is chosen only for int8 weights, or int8 keys and values."""
 
 
 def _widened(leaf: Any) -> Any:

@@ -81,6 +81,10 @@ FEW_ROWS = 16
 rows and for prompts cuBLAS is as good or better in bfloat16, and trying both takes a cold start eight seconds. Of int8 that is
 not known, and Triton widens weights as it reads them."""
 
+AUTOTUNE_LEVEL = 3
+"""XLA times the ways to a matmul on fresh buffers. One level more, its default, compares their results too, one after the other on
+the device, and logs what differs: the same way is taken."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DraftShapes:
@@ -412,7 +416,11 @@ def compile_lowered(key: Key, lowered: jax.stages.Lowered) -> Any:
         return lowered.compile()
     few = key[0] in ("decode", "speculate") and key[1] <= FEW_ROWS
     triton = few or any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(lowered.args_info))
-    options = {"xla_gpu_memory_limit_slop_factor": MEMORY_SLOP, "xla_gpu_enable_triton_gemm": triton}
+    options = {
+        "xla_gpu_memory_limit_slop_factor": MEMORY_SLOP,
+        "xla_gpu_enable_triton_gemm": triton,
+        "xla_gpu_autotune_level": AUTOTUNE_LEVEL,
+    }
     return lowered.compile(compiler_options=options)
 
 

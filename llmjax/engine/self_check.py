@@ -26,10 +26,11 @@ log = logging.getLogger(__name__)
 PROBE_TOKENS = 8
 
 
-def check_kernels() -> None:
-    """Compare the kernels this device may choose with their references; raise `BackendError` for the first that is wrong."""
+def check_kernels(*, int8: bool) -> None:
+    """Compare the kernels this device may choose, with `int8` those for int8 weights and pages too, with their references; raise
+    `BackendError` for the first that is wrong."""
     try:
-        compared = smoke.check()
+        compared = smoke.check((*smoke.PROBES, *smoke.INT8_PROBES) if int8 else smoke.PROBES)
     except smoke.WrongNumbers as error:
         device = jax.devices()[0].device_kind
         raise BackendError(

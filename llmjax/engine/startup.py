@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from llmjax.engine.compile_pool import LoweringPool, useful_workers
 from llmjax.engine.compile_programs import DraftShapes, Program, Shapes, abstract, compile_programs, wanted
@@ -32,7 +33,7 @@ from llmjax.telemetry.startup import Timeline
 
 log = logging.getLogger(__name__)
 
-_KERNELS_AGREE = "the kernels agree with their references"  # a fact of the store
+_KERNELS_AGREE = {False: "the kernels agree with their references", True: "and those of int8 too"}  # facts of the store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,9 @@ def start_runner(
             )
             plan = make_plan(temporaries=None if store is None else store.recall(exceeded))
         checking = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="check"))
-        checked = checking.submit(_check_kernels, store, timeline, jax.config.jax_default_device)
+        weights = jax.tree.leaves((shapes, None if drafts is None else drafts.params))
+        int8 = engine_config.kv_cache_dtype == INT8 or any(leaf.dtype == np.int8 for leaf in weights)
+        checked = checking.submit(_check_kernels, store, timeline, jax.config.jax_default_device, int8=int8)
         compile_for = functools.partial(compile_programs, model, timeline=timeline, store=store, start_pool=start_pool)
         executables, programs = compile_for(dataclasses.replace(sizes, num_pages=plan.num_pages))
         needed = max(program.temp_bytes for program in programs)
@@ -175,11 +178,11 @@ def _start_pool(ours: bool, engine_config: ResolvedConfig, stack: contextlib.Exi
     return None if workers == 0 else stack.enter_context(contextlib.closing(LoweringPool(workers)))
 
 
-def _check_kernels(store: ProgramStore | None, timeline: Timeline, device: Any) -> None:
+def _check_kernels(store: ProgramStore | None, timeline: Timeline, device: Any, *, int8: bool) -> None:
     """Once for each device kind, driver and version: what was right stays right while none of them changes."""
-    if store is not None and store.recall(_KERNELS_AGREE) is not None:
+    if store is not None and store.recall(_KERNELS_AGREE[int8]) is not None:
         return
     with timeline.phase("check kernels"), contextlib.nullcontext() if device is None else jax.default_device(device):
-        check_kernels()
+        check_kernels(int8=int8)
     if store is not None:
-        store.note(_KERNELS_AGREE, True)
+        store.note(_KERNELS_AGREE[int8], True)

@@ -29,8 +29,8 @@ ORPHANED = 1  # exit code without a supervisor
 _CLOSING = 5.0  # seconds for what has been said to reach the workers
 _WORKERS_START = 60.0
 _SWITCH = 0.0005
-"""Seconds that the thread of the clients waits at most for the interpreter, which the engine's thread holds for milliseconds while
-it prepares a launch: a request or a first token would wait as long, and be late for the launch after it."""
+"""Seconds that the clients' thread waits at most for the interpreter, which the engine's thread holds for milliseconds while it
+prepares a launch: a request or a first token would wait as long, and be late for the launch after it."""
 _INTERRUPT = signal.SIGUSR1  # from the listening thread to the main one
 
 

@@ -43,8 +43,10 @@ from llmjax.model.checkpoint.load import PendingParams, load_model, param_struct
 from llmjax.model.checkpoint.presets import preset_config
 from llmjax.model.layers import abstract_params
 from llmjax.model.registry import get_model
+from llmjax.quantization.quantize import plan_quantization, quantize_params
 from llmjax.sampling_params import SamplingParams
 from llmjax.telemetry.startup import Timeline
+from pallas_kernels import smoke
 
 CONFIG = CONFIGS["llama"]
 OPTIONS: dict[str, Any] = {
@@ -208,21 +210,39 @@ def test_another_process_lowers_for_the_card(key: tuple[str, int, int]) -> None:
 def test_kernels_are_compared_once_for_each_device_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from llmjax.engine.compile_store import ProgramStore
 
-    calls: list[int] = []
+    calls: list[Any] = []
 
-    def wrong() -> None:
-        calls.append(1)
+    def wrong(*, int8: bool) -> None:
+        calls.append("wrong")
         raise BackendError("dense is wrong")
+
+    def check(store: ProgramStore | None, *, int8: bool = False) -> None:
+        startup._check_kernels(store, Timeline(), None, int8=int8)
 
     monkeypatch.setattr(startup, "check_kernels", wrong)
     for _ in range(2):  # what was wrong is looked at again
         with pytest.raises(BackendError):
-            startup._check_kernels(ProgramStore(tmp_path), Timeline(), None)
-    monkeypatch.setattr(startup, "check_kernels", lambda: calls.append(2))
-    for _ in range(2):
-        startup._check_kernels(ProgramStore(tmp_path), Timeline(), None)
-    startup._check_kernels(None, Timeline(), None)
-    assert calls == [1, 1, 2, 2]
+            check(ProgramStore(tmp_path))
+    monkeypatch.setattr(startup, "check_kernels", lambda *, int8: calls.append(int8))
+    for int8 in (False, False, True, True):  # what an engine without int8 never looked at is not known to be right
+        check(ProgramStore(tmp_path), int8=int8)
+    check(None)
+    assert calls == ["wrong", "wrong", False, True, False]
+
+
+@pytest.mark.parametrize(("scheme", "kv_cache_dtype"), [(None, None), ("w8a16", None), (None, "int8")])
+def test_kernels_of_int8_are_compared_where_they_may_be_chosen(
+    scheme: str | None, kv_cache_dtype: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[Any] = []
+    monkeypatch.setattr(smoke, "check", lambda probes: compared.append(probes) or [])
+    config, params = CONFIG, random_params(CONFIG)
+    if scheme is not None:
+        params, config = quantize_params(params, config, plan_quantization(config, scheme))
+    Engine(config, params, None, EngineConfig(**OPTIONS, kv_cache_dtype=kv_cache_dtype))
+    (probes,) = compared
+    assert set(smoke.PROBES) <= set(probes)
+    assert (set(smoke.INT8_PROBES) <= set(probes)) == bool(scheme or kv_cache_dtype)
 
 
 @pytest.mark.slow
