@@ -82,8 +82,8 @@ rows and for prompts cuBLAS is as good or better in bfloat16, and trying both ta
 not known, and Triton widens weights as it reads them."""
 
 AUTOTUNE_LEVEL = 3
-"""XLA times the ways to a matmul on fresh buffers. One level more, its default, compares their results too, one after the other on
-the device, and logs what differs: the same way is taken."""
+"""XLA times the ways to a matmul on fresh buffers. One level more, its default, compares their results too, one after the other
+on the device, and logs what differs: the same way is taken."""
 
 
 @dataclasses.dataclass(frozen=True)

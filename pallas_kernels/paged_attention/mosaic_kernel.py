@@ -384,7 +384,6 @@ class _Cta(Work):
         self._each_tile(tile, store)
         plgpu.wait_smem_to_gmem(0)
 
-
     def _store_nothing(self) -> None:
         """A split without keys: nobody reads its accumulator."""
         plan = self.plan

@@ -103,7 +103,7 @@ def test_nothing_is_compared_on_a_cpu() -> None:
     assert smoke.check() == []
 
 
-@pytest.mark.parametrize("probe", (*smoke.PROBES, *smoke.INT8_PROBES), ids=lambda probe: probe.operation.name)
+@pytest.mark.parametrize("probe", [*smoke.PROBES, *smoke.INT8_PROBES], ids=lambda probe: probe.operation.name)
 def test_probes_are_calls_their_operation_serves(probe: Probe) -> None:
     call = probe.make(np.random.default_rng())
     again = probe.make(np.random.default_rng())
