@@ -60,7 +60,7 @@ class SimulatedEngine:
         self.most_running = 0
         self._fixed, self._a_token, self._interrupt_at = fixed, a_token, interrupt_at
         self._ids = itertools.count()
-        self._pending: collections.deque[ScheduledBatch] = collections.deque()
+        self._pending: collections.deque[tuple[ScheduledBatch, float]] = collections.deque()  # and when it ends
         self._ready: list[SimulatedOutput] = []
         self._live: dict[str, tuple[Request, CompletionOutput]] = {}
         self._queued: dict[str, float] = {}  # since when it waits
@@ -110,17 +110,24 @@ class SimulatedEngine:
             self._ready.append(self._output(*found, [], finished=True))
 
     def step(self, *, closed: bool = False) -> list[SimulatedOutput]:
-        """One launch ahead of what was read, as the real one."""
+        """As the real one: one launch ahead of what was read, and decided when the device wants it while rows are free."""
         if self._interrupt_at is not None and self.now >= self._interrupt_at:
             self._interrupt_at = None
             raise KeyboardInterrupt
         self._expire()
+        may_gain = not closed and self.scheduler.num_running < self.config.max_sequences
+        if may_gain and len(self._pending) == 1 and self.now < self._pending[0][1]:
+            self.now = self._pending[0][1]
+            return self._take_ready()
         batch = self.scheduler.schedule(self.now, closed=closed)
         if batch is not None:
             self._dispatched(batch)
         if self._pending and (batch is None or len(self._pending) > 1):
-            self._read(self._pending.popleft())
+            self._read(*self._pending.popleft())
         self.scheduler.check_integrity()
+        return self._take_ready()
+
+    def _take_ready(self) -> list[SimulatedOutput]:
         ready, self._ready = self._ready, []
         return ready
 
@@ -131,16 +138,17 @@ class SimulatedEngine:
             self._ready.append(self._output(request, out, [], finished=True))
 
     def _dispatched(self, batch: ScheduledBatch) -> None:
-        self._pending.append(batch)
         for row in batch.rows:
             name = row.request.request_id
             if row.is_new and name in self._queued:
                 self._waited[name] += self.now - self._queued.pop(name)
         self.most_running = max(self.most_running, self.scheduler.num_running)
         steps = batch.num_steps if batch.kind == "decode" else 1
-        self.now += self._fixed + self._a_token * steps * batch.num_tokens
+        begins = max(self.now, self._pending[-1][1] if self._pending else 0.0)
+        self._pending.append((batch, begins + self._fixed + self._a_token * steps * batch.num_tokens))
 
-    def _read(self, batch: ScheduledBatch) -> None:
+    def _read(self, batch: ScheduledBatch, ended: float) -> None:
+        self.now = max(self.now, ended)
         shape = (batch.num_steps, len(batch.rows))
         tokens = np.full(shape, -1, np.int32)
         for column, row in enumerate(batch.rows):

@@ -1,5 +1,4 @@
-"""How long launches take: whether one of several decode steps would keep a newcomer waiting, and whether those full of prompts
-are so long that it is better to choose late what the next one computes. Knows no request."""
+"""How long decode steps take: whether a launch of several of them would keep a newcomer waiting. Knows no request."""
 
 from __future__ import annotations
 
@@ -13,10 +12,6 @@ QUIET_LAUNCHES = 100
 """Another is likely to come while one has come within so many lengths of a launch: if they come by chance, at about that rate,
 one in a hundred launches has somebody waiting for its end."""
 
-LATE_SECONDS = 25e-3
-"""Launches full of prompts that take longer are decided one by one where a short prompt may come. Between two of them the device
-then waits for the host, about a millisecond."""
-
 _SAMPLES = 9  # the median of so many: a pause between two launches is not a long step
 
 
@@ -27,18 +22,13 @@ class Pace:
         self._samples: deque[float] = deque(maxlen=_SAMPLES)
         self._last: tuple[float, int] | None = None  # a decode launch and its steps
         self._came = float("-inf")
-        self._full_samples: deque[float] = deque(maxlen=_SAMPLES)
-        self._last_full: float | None = None
 
     def came(self, when: float) -> None:
         """Somebody came, `when` in seconds."""
         self._came = max(self._came, when)
 
-    def launched(self, steps: int, now: float, *, full: bool = False) -> None:
-        """A decode launch; 0 steps for any other, which may be full of prompts."""
-        if self._last_full is not None:
-            self._full_samples.append(now - self._last_full)
-        self._last_full = now if full else None
+    def launched(self, steps: int, now: float) -> None:
+        """A decode launch; 0 steps for any other."""
         if self._last is not None and steps:
             before, done = self._last
             self._samples.append((now - before) / done)
@@ -48,11 +38,6 @@ class Pace:
     def step_seconds(self) -> float | None:
         """Seconds a decode step takes; None before two decode launches in a row."""
         return statistics.median(self._samples) if self._samples else None
-
-    @property
-    def chooses_late(self) -> bool:
-        """Whether a launch full of prompts is long. False before there was one, and one behind it."""
-        return bool(self._full_samples) and statistics.median(self._full_samples) > LATE_SECONDS
 
     def hurries(self, steps: int, now: float) -> bool:
         """Whether a launch of `steps` is long, and somebody is likely to come before it ends."""

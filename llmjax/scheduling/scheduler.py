@@ -31,9 +31,8 @@ each time, at most for all that the rows can ever use. Nothing is admitted in a 
 every launch; the others are.
 
 *Turns.* A prompt is computed chunk by chunk, and each launch's tokens are shared anew, so that a short prompt waits for at
-most the launches in flight and not for a long one before it. Rows that decode are in every launch. With several lanes, where
-launches full of prompts take long, one that would hold long prompts only is decided when the one before has been read: a short
-prompt that comes meanwhile waits for the rest of that one, and not for another one too.
+most the launches in flight and not for a long one before it. Rows that decode are in every launch. While rows are free the engine
+asks for a launch just before the device wants it (`LaunchTimer`), so that whoever comes waits for the rest of one launch only.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ from llmjax.scheduling.pace import Pace
 from llmjax.scheduling.page_map import PageUse
 from llmjax.scheduling.page_pool import PagePool
 from llmjax.scheduling.policy import (
-    FILLED,
     SchedulerConfig,
     can_idle,
     choose_victim,
@@ -206,8 +204,6 @@ class Scheduler:
 
         if self._in_flight and decoding and takes_turns_alone(self._running) and self._next(now) is None:
             return None  # read first, and launch all together
-        if self._in_flight and not closed and self._chooses_late(prefilling, now):
-            return None
         if (drafting := self._plan_drafts(decoding, prefilling, now)) is not None:
             self._pace.launched(0, now)
             return self._speculate(decoding, drafting, preempted)
@@ -220,17 +216,8 @@ class Scheduler:
         if kind == "extend":
             note_joined(rows[: len(decoding)])
         if rows:
-            full = kind == "extend" and sum(row.num_tokens for row in rows) >= FILLED * self._config.max_tokens_per_step
-            self._pace.launched(num_steps if kind == "decode" else 0, now, full=full)
+            self._pace.launched(num_steps if kind == "decode" else 0, now)
         return self._launch(kind, num_steps, rows, preempted)
-
-    def _chooses_late(self, prefilling: Sequence[Request], now: float) -> bool:
-        """Whether a long launch of prompts is in flight and the next one would hold none of the first lane's: see "Turns"."""
-        if self._in_flight[-1].kind != "extend" or len(self._config.lanes) == 1 or not self._pace.chooses_late:
-            return False
-        new = self._next(now)
-        lanes = {request.lane for request in (*prefilling, *([] if new is None else [new]))}
-        return bool(lanes) and 0 not in lanes
 
     def _dispatch_prompts(self, prefilling: list[Request], budget: int, now: float, *, admit: bool) -> list[ScheduledRow]:
         """What decoding leaves goes to prompts: to lanes by weight, in a lane first to those begun, then to new ones."""

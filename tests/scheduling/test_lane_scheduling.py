@@ -296,3 +296,16 @@ def test_churn_of_a_hundred_thousand_requests():
     assert reasons["length"] + reasons["stop"] > 60_000
     assert len(preemptions) > 50
     assert max(preemptions) < 20
+
+
+def test_long_prompts_alone_are_launched_ahead() -> None:
+    """A launch of theirs that waited for the one before would leave the device idle; who comes late is the engine's to see."""
+    sim = Simulation(num_pages=300, max_tokens_per_step=64, prefill_chunk=64, lanes=two_lanes())
+    sim.add(make_request("long", 2000, 2))
+    for _ in range(5):
+        assert sim.launch() is not None
+        assert sim.launch() is not None
+        sim.now += 10.0
+        sim.read()
+        sim.read()
+    sim.drain()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from fakes_scheduling import Simulation, make_request
 
-from llmjax.scheduling.lane_config import LaneConfig
-from llmjax.scheduling.pace import LATE_SECONDS, LAUNCH_SECONDS, QUIET_LAUNCHES, Pace
+from llmjax.scheduling.pace import LAUNCH_SECONDS, QUIET_LAUNCHES, Pace
 
 
 def paced(step: float, *, launches: int = 4, steps: int = 1) -> tuple[Pace, float]:
@@ -86,47 +85,3 @@ def test_full_rows_make_nobody_hurry() -> None:
     sim.add(make_request("a", 4, 600))
     kinds(sim, 4, 0.01)
     assert kinds(sim, 5, 0.01) == [8] * 5
-
-
-def test_long_launches_of_prompts_are_chosen_late() -> None:
-    pace = Pace()
-    assert not pace.chooses_late
-    pace.launched(0, 1.0, full=True)
-    assert not pace.chooses_late  # how long it takes is not known yet
-    pace.launched(0, 1.0 + 2 * LATE_SECONDS, full=True)
-    assert pace.chooses_late
-    for index in range(1, 10):  # they have become shorter
-        pace.launched(0, 2.0 + index * 0.5 * LATE_SECONDS, full=True)
-    assert not pace.chooses_late
-
-
-@pytest.mark.parametrize(
-    ("prompts", "launch", "lanes", "closed", "waits"),
-    [
-        ([2000], 2.0, 2, False, True),
-        ([2000, 40], 2.0, 2, False, False),  # a short prompt is there: it goes with the next launch, at once
-        ([2000], 2.0, 1, False, False),  # nobody could pass
-        ([2000], 2.0, 2, True, False),  # nobody will come
-        ([2000], 0.5, 2, False, False),  # it is over soon
-    ],
-)
-def test_what_long_prompts_compute_next_is_decided_when_the_launch_before_was_read(
-    prompts: list[int], launch: float, lanes: int, closed: bool, waits: bool
-) -> None:
-    queue = (LaneConfig(name="short", max_tokens=100, weight=3), LaneConfig(name="long"))[-lanes:]
-    sim = Simulation(num_pages=300, max_tokens_per_step=64, prefill_chunk=64, lanes=queue)
-    sim.add(make_request("first", prompts[0], 2))
-    for _ in range(3):  # now it is known how long they take
-        sim.step()
-        sim.now += launch * LATE_SECONDS
-    while len(sim.device.launches) > 1:
-        sim.read()
-    if not sim.device.launches:
-        sim.launch(closed=closed)
-    for index, prompt in enumerate(prompts[1:]):
-        sim.add(make_request(f"r{index}", prompt, 2, seed=index))
-    assert (sim.launch(closed=closed) is None) == waits
-    while sim.device.launches:
-        sim.read()
-    assert sim.launch(closed=closed) is not None
-    sim.drain()
