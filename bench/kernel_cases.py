@@ -285,6 +285,9 @@ def _attention_group(
         cases.append(case(np.where(np.arange(rows) < 1, lengths, 0), ", 1 of them"))
     if context == TRAFFIC_ROOM and rows < SHORT_ROWS:
         cases.append(case(short, ", short"))
+    if kind:  # padded: the longest row, which few CTAs read, is what all wait for
+        live = rows * 3 // 8
+        cases.append(case(np.where(np.arange(rows) < live, lengths, 0), f", {live} of them"))
     return Group(name=f"{model} attention {name}", cases=tuple(cases), data=data, turns=lambda _: range(unrolled), rank=rank)
 
 

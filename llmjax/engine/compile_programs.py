@@ -81,6 +81,9 @@ FEW_ROWS = 16
 rows and for prompts cuBLAS is as good or better in bfloat16, and trying both takes a cold start eight seconds. Of int8 that is
 not known, and Triton widens weights as it reads them."""
 
+FEW_MATMULS = 3
+"""Where our kernels leave XLA no more than that, a head and a projection, cuBLAS is as good for few rows too."""
+
 AUTOTUNE_LEVEL = 3
 """XLA times the ways to a matmul on fresh buffers. One level more, its default, compares their results too, one after the other
 on the device, and logs what differs: the same way is taken."""
@@ -415,6 +418,7 @@ def compile_lowered(key: Key, lowered: jax.stages.Lowered) -> Any:
     if platform() != "cuda":
         return lowered.compile()
     few = key[0] in ("decode", "speculate") and key[1] <= FEW_ROWS
+    few = few and lowered.as_text().count("stablehlo.dot_general") > FEW_MATMULS
     triton = few or any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(lowered.args_info))
     options = {
         "xla_gpu_memory_limit_slop_factor": MEMORY_SLOP,
