@@ -344,13 +344,13 @@ class Engine:
 
     def _measure(self, batch: ScheduledBatch, read_ns: int) -> None:
         """Tell what a launch has taken, where that says something of its program: not if a draft model had to catch up before."""
-        seconds = self._timer.read(read_ns)
-        if self.speculation is None or seconds is None:
+        took = self._timer.read(read_ns)
+        if self.speculation is None or took is None:
             return
         if batch.kind == "decode":
-            self.speculation.measured("decode", len(batch.rows), batch.num_steps, seconds)
+            self.speculation.measured("decode", len(batch.rows), batch.num_steps, took.seconds, at_most=took.waited)
         elif batch.kind == "speculate" and all(row.catch_up == (0, 0) for row in batch.rows):
-            self.speculation.measured("speculate", len(batch.rows), batch.draft_length, seconds)
+            self.speculation.measured("speculate", len(batch.rows), batch.draft_length, took.seconds, at_most=took.waited)
 
     def _process(self, output: StepOutput, now_ns: int) -> list[RequestOutput]:
         changed: dict[LiveRequest, None] = {}

@@ -17,6 +17,18 @@ MARGIN_NS = (1_000_000, 20_000_000)
 _LONGER, _SHORTER = 2.0, 0.99
 
 
+class Took(NamedTuple):
+    """What a launch has taken.
+
+    Attributes:
+        seconds: of it.
+        waited: the device had waited for the host, so that the program takes this at most.
+    """
+
+    seconds: float
+    waited: bool
+
+
 class _Launch(NamedTuple):
     program: Hashable
     made_ns: int
@@ -34,6 +46,7 @@ class LaunchTimer:
     def __init__(self) -> None:
         self._in_flight: collections.deque[_Launch] = collections.deque()
         self._last_read_ns: int | None = None
+        self._gap: tuple[Hashable, int] | None = None  # between the last two reads; the program of the latter
         self._times: dict[Hashable, collections.deque[int]] = {}
         self._margin_ns = float(MARGIN_NS[0])
         self._put_off = False
@@ -46,14 +59,26 @@ class LaunchTimer:
         self._put_off = False
         self._in_flight.append(_Launch(program, now_ns, bool(self._in_flight) and not late))
 
-    def read(self, now_ns: int) -> float | None:
-        """The oldest has ended. Returns its seconds; None where the device had waited for it."""
+    def read(self, now_ns: int) -> Took | None:
+        """The oldest has ended. Returns what it has taken; None where that cannot be told.
+
+        Where the host is slower than the device, every launch is late. Then the time between two reads is what a launch takes,
+        host and all; but a pause that lengthens one such time shortens the next, so that the longer of two counts.
+        """
         launch, before_ns = self._in_flight.popleft(), self._last_read_ns
         self._last_read_ns = now_ns
-        if not launch.behind or before_ns is None:
+        before, self._gap = self._gap, None
+        if before_ns is None:
             return None
-        self._times.setdefault(launch.program, collections.deque(maxlen=SAMPLES)).append(now_ns - before_ns)
-        return (now_ns - before_ns) * 1e-9
+        took_ns = now_ns - before_ns
+        if launch.made_ns <= before_ns:
+            self._gap = launch.program, took_ns
+        if launch.behind:
+            self._times.setdefault(launch.program, collections.deque(maxlen=SAMPLES)).append(took_ns)
+            return Took(took_ns * 1e-9, waited=False)
+        if self._gap is None or before is None or before[0] != launch.program:
+            return None
+        return Took(max(took_ns, before[1]) * 1e-9, waited=True)
 
     def put_off_ns(self, now_ns: int) -> int:
         """How much longer the next launch can be put off. 0: not at all, as where nothing runs or it is not known how long."""

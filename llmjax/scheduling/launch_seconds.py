@@ -40,9 +40,11 @@ class LaunchSeconds:
             return float("inf")
         return self._seconds.get((pick(self._buckets, rows), length), float("inf"))
 
-    def measured(self, rows: int, length: int, seconds: float) -> None:
-        """A launch took so long. What was not measured at the start is left aside."""
-        if seconds <= 0 or self.of(rows, length) == float("inf"):
+    def measured(self, rows: int, length: int, seconds: float, *, at_most: bool = False) -> None:
+        """A launch took so long; `at_most`: or less, which tells nothing unless it was taken to need more. What was not measured
+        at the start is left aside."""
+        expected = self.of(rows, length)
+        if seconds <= 0 or expected == float("inf") or (at_most and seconds >= expected):
             return
         bucket = pick(self._buckets, rows)
         key = bucket, length

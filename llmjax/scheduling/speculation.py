@@ -264,12 +264,13 @@ class Speculation:
         record.switch_off(reason)
         self.counts.switched("off", reason)
 
-    def measured(self, kind: str, rows: int, length_or_steps: int, seconds: float) -> None:
-        """A launch of `kind` "decode" (so many steps) or "speculate" (so many drafts) with so many rows took so long."""
+    def measured(self, kind: str, rows: int, length_or_steps: int, seconds: float, *, at_most: bool = False) -> None:
+        """A launch of `kind` "decode" (so many steps) or "speculate" (so many drafts) with so many rows took so long; `at_most`:
+        or less, because the device had waited for the host."""
         if kind == "decode":
-            self._seconds.measured(rows, PLAIN, seconds / length_or_steps)
+            self._seconds.measured(rows, PLAIN, seconds / length_or_steps, at_most=at_most)
         else:
-            self._seconds.measured(rows, length_or_steps, seconds)
+            self._seconds.measured(rows, length_or_steps, seconds, at_most=at_most)
 
     def ended(self, request: Request) -> None:
         """A request has ended, whatever ended it: its record says why it did not draft at last, if it was for all requests."""

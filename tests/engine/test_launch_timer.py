@@ -10,7 +10,7 @@ import pytest
 from scripted_model import Scripted
 
 from llmjax.engine import engine as engine_module
-from llmjax.engine.launch_timer import MARGIN_NS, SAMPLES, LaunchTimer
+from llmjax.engine.launch_timer import MARGIN_NS, SAMPLES, LaunchTimer, Took
 from llmjax.sampling_params import SamplingParams
 
 MS = 1_000_000
@@ -31,10 +31,24 @@ def test_launches_are_timed_where_they_follow_one_another() -> None:
     launch(timer, 2600 * MS)
     assert timer.read(5000 * MS) is None
     launch(timer, 5100 * MS)
-    assert timer.read(5250 * MS) == pytest.approx(0.25)
+    assert timer.read(5250 * MS) == Took(pytest.approx(0.25), waited=False)
     launch(timer, 5800 * MS, late=True)
-    assert timer.read(5750 * MS) == pytest.approx(0.5)
+    assert timer.read(5750 * MS) == Took(pytest.approx(0.5), waited=False)
     assert timer.read(6000 * MS) is None  # the device had waited for it
+
+
+def test_a_host_that_is_slower_than_the_device_is_timed_by_the_longer_of_two_launches() -> None:
+    """A pause while one is made lengthens its predecessor's time and shortens its own."""
+    timer = LaunchTimer()
+    now, found = 0, []
+    launch(timer, now)
+    for milliseconds in (6, 6, 6, 30, 1, 6, 6):
+        launch(timer, now + (milliseconds - 1) * MS, late=True)
+        found.append(timer.read(now := now + milliseconds * MS))
+    assert found == [None, None, *(Took(pytest.approx(ms * 1e-3), waited=True) for ms in (6, 30, 30, 6, 6))]
+    launch(timer, now + 4 * MS, "other", late=True)
+    assert timer.read(now + 5 * MS) == Took(pytest.approx(0.006), waited=True)
+    assert timer.read(now + 9 * MS) is None  # the only one of its program
 
 
 def test_the_next_launch_is_put_off_until_the_device_is_about_to_want_it() -> None:

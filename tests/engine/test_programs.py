@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -91,6 +92,43 @@ def test_a_loop_in_a_condition_is_found() -> None:
 
     found = list(equations(jax.make_jaxpr(step)(jax.numpy.zeros(4, jax.numpy.int32)).jaxpr))
     assert [name for name, inside in found if inside and name in ("while", "scan")] == ["scan"]
+
+
+# -- what an engine pays that may draft and does not
+
+
+def operations(sizes: Shapes) -> tuple[collections.Counter[str], collections.Counter[str]]:
+    """Of the decode program of three steps: those of all its steps, and those before and behind them."""
+    step, arguments, _ = step_function(("decode", 4, 3), get_model(sizes.config.family), sizes)
+    with jax.sharding.use_abstract_mesh(H200):
+        jaxpr = jax.make_jaxpr(step)(*arguments).jaxpr
+    (steps,) = (equation for equation in jaxpr.eqns if equation.primitive.name == "scan")
+    inside = [name for body in jaxprs_in_params(steps.params) for name, _ in equations(body)]
+    return collections.Counter(inside), collections.Counter(name for name, _ in equations(jaxpr)) - collections.Counter(inside)
+
+
+@pytest.mark.parametrize("method", ["ngram", "truncated", "draft"])
+def test_a_plain_step_is_that_of_an_engine_without_drafts(method: Any) -> None:
+    """A launch notes its tokens in the history at its end, once; no draft model's array goes through it, and none is copied."""
+    sizes = shapes(speculative=SpeculationConfig(method=method, tokens=3))
+    (steps, around), (plain_steps, plain_around) = operations(sizes), operations(shapes())
+    assert steps == plain_steps
+    more = around - plain_around
+    assert more["scatter"] == 1
+    assert more.total() < 40  # integers of a row, each
+    (_, *held), (_, *plain_held) = (
+        step_function(("decode", 4, 3), get_model(CONFIG.family), one)[1] for one in (sizes, shapes())
+    )
+    assert len(jax.tree.leaves(held)) == len(jax.tree.leaves(plain_held)) + 1
+    compiled = lower(("decode", 4, 3), get_model(CONFIG.family), sizes).compile().memory_analysis()
+    assert compiled.output_size_in_bytes - compiled.alias_size_in_bytes < sum(a.nbytes for a in plain_results(sizes)) + 1024
+
+
+def plain_results(sizes: Shapes) -> list[Any]:
+    """The shapes of what the host reads of a launch; all else that a launch returns takes the place of what it was given."""
+    step, arguments, _ = step_function(("decode", 4, 3), get_model(sizes.config.family), sizes)
+    leaves = jax.tree.leaves(jax.eval_shape(step, *arguments)[1])
+    return [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 # -- how many

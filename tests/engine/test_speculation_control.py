@@ -9,8 +9,10 @@ import random
 
 import jax.numpy as jnp
 import pytest
+from fakes_scheduling import make_request
 from remembering_model import RememberingConfig, greedy_after, make_table
 
+from llmjax.engine import runner as runner_module
 from llmjax.engine.config import EngineConfig
 from llmjax.engine.draft_model import DraftModel
 from llmjax.engine.engine import Engine
@@ -43,7 +45,7 @@ def made() -> Engine:
 @pytest.fixture
 def engine(made: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """A draft that is always right, nothing known of acceptance, and costs that the machine does not move."""
-    monkeypatch.setattr(Speculation, "measured", lambda self, kind, rows, size, seconds: None)
+    monkeypatch.setattr(Speculation, "measured", lambda self, kind, rows, size, seconds, at_most=False: None)
     made.runner._draft_params = {"table": jnp.asarray(TABLE)}
     made.runner.launch_seconds = CHEAP
     made.speculation = made._paused = None
@@ -156,11 +158,71 @@ def test_what_launches_take_is_measured_and_followed(made: Engine) -> None:
     assert seconds.of(5, 3) == float("inf")
 
 
+class Machine:
+    """A host and a device in virtual time: the host takes `host` seconds to launch, the device what the program takes."""
+
+    def __init__(self, host: float, programs: dict[str, float]) -> None:
+        self.host, self.programs = host, programs
+        self.now = self.free = 0.0
+
+    def launch(self, kind: str) -> None:
+        self.now += self.host
+        self.free = max(self.now, self.free) + self.programs[kind]
+
+    def wait(self) -> None:
+        self.now = max(self.now, self.free)
+
+
+@pytest.mark.parametrize("host", [0.1, 3.0])
+def test_the_first_estimate_is_of_a_launch_among_others(made: Engine, monkeypatch: pytest.MonkeyPatch, host: float) -> None:
+    """Of one launch alone the host's part would count as much as the device's."""
+    machine, runner = Machine(host, {"decode": 4.0, "speculate": 5.0}), made.runner
+    monkeypatch.setattr(runner, "_launch", lambda key, packed: machine.launch(key[0]))
+    monkeypatch.setattr(runner_module.time, "perf_counter", lambda: machine.now)
+    monkeypatch.setattr(runner_module.jax, "block_until_ready", lambda arrays: machine.wait())
+    assert runner._seconds(("decode", 4, 1)) == pytest.approx(4.0)
+    assert runner._seconds(("speculate", 4, 3)) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize("host", [0.5, 1.5, 6.0])
+def test_estimates_are_what_launches_take_and_good_drafts_are_found(rows: int, host: float) -> None:
+    """Whatever the start had said, and also where the host is slower than a round: then a round takes what the host takes."""
+    device = Machine(host, {"decode": 8 * 1.9, "speculate": 4.9})
+    config = dataclasses.replace(BUILT, disable_above_batch=32)
+    seconds = LaunchSeconds({1: 3.0, 32: 3.0}, {(size, length): 9.4 for size in (1, 32) for length in (2, 3)})
+    speculation, timer = Speculation(config, seconds), LaunchTimer()
+    requests = [make_request(str(row), 5, 10**6) for row in range(rows)]
+    for request in requests:
+        request.num_left = 10**6
+    in_flight: list[tuple[str, int, float, bool]] = []
+    kinds: list[str] = []
+    for _ in range(900):
+        drafting = speculation.plan(requests)
+        kind, size = ("decode", 8) if drafting is None else ("speculate", drafting.length)
+        kinds.append(kind)
+        before = device.free
+        device.launch(kind)
+        timer.launched((kind, size), round(device.now * 1e6), late=bool(in_flight) and before < device.now)
+        in_flight.append((kind, size, device.free, bool(drafting)))
+        if len(in_flight) == 2:
+            kind, size, ended, drafts = in_flight.pop(0)
+            device.now = max(device.now, ended)
+            took = timer.read(round(device.now * 1e6))
+            if took is not None:
+                speculation.measured(kind, rows, size, took.seconds * 1e3, at_most=took.waited)
+            for request in requests if drafts else ():
+                speculation.observe(request, size, size)
+    assert seconds.of(rows, 0) == pytest.approx(1.9, rel=0.05)
+    assert seconds.of(rows, 3) == pytest.approx(max(4.9, host), rel=0.05)
+    assert kinds[-100:].count("speculate") >= 98
+
+
 @pytest.mark.usefixtures("never_late")
 def test_a_launch_before_which_the_draft_model_catches_up_is_no_measure(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would make rounds look dear just when they are tried again after many plain steps."""
     kinds: list[str] = []
-    monkeypatch.setattr(Speculation, "measured", lambda self, kind, rows, size, seconds: kinds.append(kind))
+    monkeypatch.setattr(Speculation, "measured", lambda self, kind, rows, size, seconds, at_most: kinds.append(kind))
     turns = itertools.count()
     always = Speculation.plan
     monkeypatch.setattr(Speculation, "plan", lambda self, decoding: always(self, decoding) if next(turns) % 6 == 5 else None)

@@ -298,6 +298,16 @@ def test_times_are_followed_but_a_pause_is_not() -> None:
     assert seconds.of(9, 2) == float("inf")
 
 
+def test_a_time_that_the_host_had_part_in_only_lowers() -> None:
+    seconds = LaunchSeconds({1: 1.9}, {(1, 3): 9.4})
+    seconds.measured(1, 3, 4.9, at_most=True)
+    assert seconds.of(1, 3) == pytest.approx(4.9)
+    for _ in range(60):
+        seconds.measured(1, 3, 30.0, at_most=True)
+        seconds.measured(1, PLAIN, 1.9)
+    assert seconds.of(1, 3) == pytest.approx(4.9)
+
+
 def test_a_program_that_was_not_run_for_long_is_taken_to_have_changed_like_the_others() -> None:
     seconds = LaunchSeconds({8: 1.0}, {(8, 2): 2.0})
     for _ in range(200):
