@@ -9,10 +9,10 @@ target, draft and verification have computed all they would. Greedy rows have no
 there, and one engine serves every rate.
 
 - plain: speculation switched off in the same engine; steps are those of an engine without it, within noise (`--never-on` builds
-  one and prints it too);
+  one and prints it too; `--off-only` compares nothing else, and builds that engine before and after);
 - always: `tokens` drafts in each round; `expected` is tokens of a round * plain step / round, the tokens as measured. With drafts
   accepted at a rate a, one after the other, they are 1 + a + ... + a**k. `acceptance` is of all drafts, those behind a rejected
-  one too;
+  one too. `round_ms` is what the engine takes a round for, `took_ms` what one took: with rows of one rate they should agree;
 - adaptive: the engine decides; it should never be below 0.98 of plain;
 - mix: a tenth of the requests at a rate of 0.1, the others at 0.8, and the former alone.
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -50,8 +51,8 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "tiny": {"num_layers": 1},
 }
 COLUMNS = [
-    "case", "batch", "plain_ms", "never_on_ms", "round_ms", "tokens_a_round", "acceptance", "always", "expected", "adaptive",
-    "adaptive_acceptance", "off",
+    "case", "batch", "plain_ms", "never_on_ms", "round_ms", "took_ms", "tokens_a_round", "acceptance", "always", "expected",
+    "adaptive", "adaptive_acceptance", "off",
 ]  # fmt: skip
 MIX = (0.1, 0.8)
 """Rates of every tenth request and of the others."""
@@ -64,15 +65,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     always = SpeculationConfig(
         method="draft", tokens=args.tokens, adaptive=False, disable_above_batch=max(args.batches), min_acceptance=0.5
     )
+    if args.off_only:
+        _compare_off(config, args, always, rows)
+        return
     never = _steps_without(config, args) if args.never_on else {}
     llm = _build(config, args, always)
     rows.add(programs=len(llm.engine.programs), ready_seconds=llm.engine.startup.elapsed)
+    plains = {}
     for batch in args.batches:
         llm.engine.set_policy(speculative=None)
-        plain = _seconds_a_token(llm, [1.0] * batch, args)
+        plains[batch] = plain = _seconds_a_token(llm, [1.0] * batch, args)
         if batch in never:
             rows.add(case="off beside never on", batch=batch, plain_ms=plain * 1e3, never_on_ms=never[batch] * 1e3)
-        for rate in args.rates:
+        rows.add(**_case(llm, f"rate {args.rates[0]:g}", [args.rates[0]] * batch, plain, always, args))
+    for batch, plain in plains.items():  # what tells most came first: the time may be up
+        for rate in args.rates[1:]:
             rows.add(**_case(llm, f"rate {rate:g}", [rate] * batch, plain, always, args))
         mix = [MIX[row % 10 > 0] for row in range(batch)]
         if batch > 1:
@@ -96,7 +103,7 @@ def _case(
     adaptive_acceptance, *_, off = _fared(llm, rates, args)
     round_seconds = llm.engine.speculation.launch_seconds.of(batch, always.tokens) if llm.engine.speculation else float("nan")
     return {
-        "case": name, "batch": batch, "plain_ms": plain * 1e3, "round_ms": round_seconds * 1e3,
+        "case": name, "batch": batch, "plain_ms": plain * 1e3, "round_ms": round_seconds * 1e3, "took_ms": seconds * tokens * 1e3,
         "tokens_a_round": tokens, "acceptance": acceptance, "always": plain / seconds, "expected": tokens * plain / round_seconds,
         "adaptive": plain / adaptive, "adaptive_acceptance": adaptive_acceptance, "off": off,
     }  # fmt: skip
@@ -127,7 +134,25 @@ def _build(config: ModelConfig, args: argparse.Namespace, speculation: Speculati
 def _steps_without(config: ModelConfig, args: argparse.Namespace) -> dict[int, float]:
     """Seconds of a step of an engine that knows nothing of speculation."""
     llm = _build(config, args, None)
-    return {batch: _seconds_a_token(llm, [1.0] * batch, args) for batch in args.batches}
+    seconds = {batch: _seconds_a_token(llm, [1.0] * batch, args) for batch in args.batches}
+    del llm
+    gc.collect()  # an engine is in cycles, and holds the device's memory
+    return seconds
+
+
+def _compare_off(config: ModelConfig, args: argparse.Namespace, always: SpeculationConfig, rows: Rows) -> None:
+    """Plain steps of an engine without speculation, of one that may draft, and of one without again: what comes of being built
+    later in a process shows in the third."""
+    for case, speculation in (("never on", None), ("off", always), ("never on, built last", None)):
+        llm = _build(config, args, speculation)
+        if speculation is not None:
+            llm.engine.set_policy(speculative=None)
+        for batch in args.batches:
+            took = _seconds_a_token(llm, [1.0] * batch, args)
+            rows.add(case=case, batch=batch, plain_ms=took * 1e3)
+        del llm
+        gc.collect()  # an engine is in cycles, and holds the device's memory
+    rows.close(COLUMNS[:3])
 
 
 def _seconds_a_token(llm: LLM, rates: list[float], args: argparse.Namespace) -> float:
@@ -183,7 +208,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--target", default="qwen2.5-1.5b", choices=sorted(DRAFTS))
     parser.add_argument("--tokens", type=int, default=3, help="drafts of a round")
-    parser.add_argument("--batches", type=numbers, default=[1, 8, 32])
+    parser.add_argument("--rows", "--batches", dest="batches", type=numbers, default=[1, 8, 32], help="batch sizes")
     parser.add_argument("--rates", type=lambda text: [float(rate) for rate in text.split(",")], default=[0.95, 0.8, 0.66, 0.5])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=256)
@@ -192,6 +217,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-gib", type=float)
     parser.add_argument("--dtype")
     parser.add_argument("--never-on", action="store_true", help="time an engine without speculation too")
+    parser.add_argument("--off-only", action="store_true", help="compare only plain steps, of engines with drafts and without")
     parser.add_argument("--json")
     return parser.parse_args(argv)
 
