@@ -96,7 +96,7 @@ def check(probes: Sequence[Probe] | None = None) -> list[str]:
         for probe in ((*PROBES, *INT8_PROBES) if probes is None else probes)
         for name in sorted({entry["implementation"] for entry in tuning.entries(probe.operation.name)} - {REFERENCE})
     ]
-    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), thread_name_prefix="check") as threads:
+    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), thread_name_prefix="check") as threads:
         compared = list(threads.map(lambda pair: _compare(*pair, seed, device, host), pairs))
     return [name for name in compared if name is not None]
 

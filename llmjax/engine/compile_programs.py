@@ -326,10 +326,13 @@ def compile_programs(
     timeline: Timeline,
     store: ProgramStore | None = None,
     start_pool: Callable[[], LoweringPool | None] = lambda: None,
+    on_idle_cores: Callable[[], object] = lambda: None,
 ) -> tuple[dict[Key, Any], list[Program]]:
     """Every program of the engine, ready to run: executables by key, and what to tell of them.
 
     Args:
+        on_idle_cores: called when there are fewer programs left to compile than cores, as far as can be told: a good moment for
+            other work.
         store: where earlier starts left what they lowered; new ones are added. Executables are JAX's own cache's.
         start_pool: gives processes that lower; called only if there is anything to lower. Without any, and for what they cannot
             lower, it is done in this process.
@@ -358,6 +361,10 @@ def compile_programs(
             one = one_step(key)
             first = compiling.get(one) if on_gpu and one is not None else None
             compiling[key] = threads.submit(_compile, key, lowered, end - start, "lowered", timeline, first)
+        # Those of one step take about as long each, on all cores; behind the first of them come those that waited for it.
+        of_one_step = [compiling[key] for key in missing if key[0] in ("decode", "extend") and one_step(key) is None]
+        concurrent.futures.wait(of_one_step, return_when=concurrent.futures.FIRST_COMPLETED)
+        on_idle_cores()
         made = {key: compiling[key].result() for key in keys}
     programs = [program for _, program in made.values()]
     log.info("%d compilations meanwhile, loading included; JAX's cache had %d of them", counter.count, counter.hits)

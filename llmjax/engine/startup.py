@@ -84,8 +84,11 @@ def start_runner(
         checking = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="check"))
         weights = jax.tree.leaves((shapes, None if drafts is None else drafts.params))
         int8 = engine_config.kv_cache_dtype == INT8 or any(leaf.dtype == np.int8 for leaf in weights)
-        checked = checking.submit(_check_kernels, store, timeline, jax.config.jax_default_device, int8=int8)
-        compile_for = functools.partial(compile_programs, model, timeline=timeline, store=store, start_pool=start_pool)
+        check = functools.partial(_check_kernels, store, timeline, jax.config.jax_default_device, int8=int8)
+        start_check = functools.cache(functools.partial(checking.submit, check))
+        compile_for = functools.partial(
+            compile_programs, model, timeline=timeline, store=store, start_pool=start_pool, on_idle_cores=start_check
+        )
         executables, programs = compile_for(dataclasses.replace(sizes, num_pages=plan.num_pages))
         needed = max(program.temp_bytes for program in programs)
         if not plan.leaves_room_for(needed):
@@ -94,7 +97,7 @@ def start_runner(
             executables, programs = compile_for(dataclasses.replace(sizes, num_pages=plan.num_pages))
             if store is not None:
                 store.note(exceeded, needed)
-        checked.result()
+        start_check().result()
         if store is not None:
             store.note(sizes.identity(("all", 0, 0)), [program.name for program in programs])
     plan = plan.with_temporaries(max(program.temp_bytes for program in programs), "compiled")

@@ -297,6 +297,7 @@ def test_on_a_gpu_a_program_of_several_steps_is_compiled_after_that_of_one(monke
     many = shapes(decode_steps=4, row_buckets=(1, 2, 32), max_sequences=32, max_tokens_per_step=32, token_buckets=(32,))
     done: dict[str, tuple[float, float]] = {}
     options: dict[Key, dict[str, Any]] = {}
+    idle = threading.Event()
     executable = jax.jit(lambda: 0).lower().compile()  # once: threads would write and read one file of JAX's cache at a time
 
     class Slow:
@@ -312,12 +313,19 @@ def test_on_a_gpu_a_program_of_several_steps_is_compiled_after_that_of_one(monke
             options[self.key] = compiler_options
             start = time.perf_counter()
             time.sleep(0.05)
+            if "steps" in compile_programs_module.name(self.key):
+                assert idle.wait(60), "other work may begin before the last programs are compiled"
             done[compile_programs_module.name(self.key)] = (start, time.perf_counter())
             return executable
 
     monkeypatch.setattr(compile_programs_module, "platform", lambda: "cuda")
     monkeypatch.setattr(compile_programs_module, "lower", lambda key, model, sizes: Slow(key))
-    executables, programs = compile_programs(get_model("llama"), many, timeline=Timeline())
+
+    def on_idle_cores() -> None:
+        assert any(name.startswith(("decode", "extend")) for name in done)
+        idle.set()
+
+    executables, programs = compile_programs(get_model("llama"), many, timeline=Timeline(), on_idle_cores=on_idle_cores)
     assert [program.name for program in programs] == [compile_programs_module.name(key) for key in executables]
     for rows in ("1 rows", "2 rows"):
         one, several = (
