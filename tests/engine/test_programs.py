@@ -146,8 +146,8 @@ def test_the_chosen_sizes_make_no_more_programs_than_allowed(sequences: int, det
 
 def test_programs_are_counted_as_they_are_made() -> None:
     def many(token_buckets: int) -> EngineConfig:
-        buckets = tuple(range(64, 64 + token_buckets))
-        return EngineConfig(max_sequences=64, max_tokens_per_step=buckets[-1], token_buckets=buckets)
+        buckets = tuple(range(256, 256 + token_buckets))
+        return EngineConfig(max_sequences=256, max_tokens_per_step=buckets[-1], token_buckets=buckets)
 
     assert len(wanted(many(4).resolved(gpu=True, model_max_context=8192))) == MAX_PROGRAMS
     with pytest.raises(ConfigError, match=f"make {MAX_PROGRAMS + 2} programs, at most {MAX_PROGRAMS} are allowed"):
