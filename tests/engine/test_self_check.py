@@ -12,7 +12,7 @@ from pallas_kernels import smoke
 
 
 def test_wrong_kernels_refuse_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lie() -> list[str]:
+    def lie(_: object) -> list[str]:
         raise smoke.WrongNumbers("dense: mosaic differs from xla by 0.7")
 
     config, params = CONFIGS["llama"], random_params(CONFIGS["llama"])
