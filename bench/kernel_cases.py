@@ -219,7 +219,8 @@ def _attention_group(
     # Short contexts as in a run of 128 prompt and 128 output tokens; long ones full, as they are quoted; where many rows have
     # room for long ones, those of traffic.
     lengths, kind = np.full(rows, context, np.int32), ""
-    short = np.linspace(SHORT // 2 + 1, SHORT, rows + 2)[1:-1].round().astype(np.int32)
+    end = min(context, SHORT)
+    short = np.linspace(end // 2 + 1, end, rows + 2)[1:-1].round().astype(np.int32)
     if context <= SHORT:
         lengths = short
     elif rows >= TRAFFIC_ROWS and context == TRAFFIC_ROOM:
@@ -279,15 +280,17 @@ def _attention_group(
             arguments=functools.partial(arguments, most=most),
         )
 
+    def part(live: int) -> Case:
+        return case(np.where(np.arange(rows) < live, lengths, 0), f", {live} of them")
+
     name = f"{rows} rows x {kind}{context}, page {page_size}{', int8' * int8}"
     cases = [case()]
     if rows == MIN_ROW_BUCKET:  # the smallest batch that programs are made for serves a single row too
-        cases.append(case(np.where(np.arange(rows) < 1, lengths, 0), ", 1 of them"))
+        cases.append(part(1))
     if context == TRAFFIC_ROOM and rows < SHORT_ROWS:
         cases.append(case(short, ", short"))
     if kind:  # padded: the longest row, which few CTAs read, is what all wait for
-        live = rows * 3 // 8
-        cases.append(case(np.where(np.arange(rows) < live, lengths, 0), f", {live} of them"))
+        cases.append(part(rows * 3 // 8))
     return Group(name=f"{model} attention {name}", cases=tuple(cases), data=data, turns=lambda _: range(unrolled), rank=rank)
 
 

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.off_only:
         _compare_off(config, args, always, rows)
         return
-    never = _steps_without(config, args) if args.never_on else {}
+    never = _plain_steps(config, args, None) if args.never_on else {}
     llm = _build(config, args, always)
     rows.add(programs=len(llm.engine.programs), ready_seconds=llm.engine.startup.elapsed)
     plains = {}
@@ -131,9 +131,11 @@ def _build(config: ModelConfig, args: argparse.Namespace, speculation: Speculati
     return LLM(loaded, engine_config=sizes, draft=draft)
 
 
-def _steps_without(config: ModelConfig, args: argparse.Namespace) -> dict[int, float]:
-    """Seconds of a step of an engine that knows nothing of speculation."""
-    llm = _build(config, args, None)
+def _plain_steps(config: ModelConfig, args: argparse.Namespace, speculation: SpeculationConfig | None) -> dict[int, float]:
+    """Seconds of a step, by batch size, of a new engine that may draft and does not, or that knows nothing of speculation."""
+    llm = _build(config, args, speculation)
+    if speculation is not None:
+        llm.engine.set_policy(speculative=None)
     seconds = {batch: _seconds_a_token(llm, [1.0] * batch, args) for batch in args.batches}
     del llm
     gc.collect()  # an engine is in cycles, and holds the device's memory
@@ -144,14 +146,8 @@ def _compare_off(config: ModelConfig, args: argparse.Namespace, always: Speculat
     """Plain steps of an engine without speculation, of one that may draft, and of one without again: what comes of being built
     later in a process shows in the third."""
     for case, speculation in (("never on", None), ("off", always), ("never on, built last", None)):
-        llm = _build(config, args, speculation)
-        if speculation is not None:
-            llm.engine.set_policy(speculative=None)
-        for batch in args.batches:
-            took = _seconds_a_token(llm, [1.0] * batch, args)
+        for batch, took in _plain_steps(config, args, speculation).items():
             rows.add(case=case, batch=batch, plain_ms=took * 1e3)
-        del llm
-        gc.collect()  # an engine is in cycles, and holds the device's memory
     rows.close(COLUMNS[:3])
 
 
@@ -208,7 +204,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--target", default="qwen2.5-1.5b", choices=sorted(DRAFTS))
     parser.add_argument("--tokens", type=int, default=3, help="drafts of a round")
-    parser.add_argument("--rows", "--batches", dest="batches", type=numbers, default=[1, 8, 32], help="batch sizes")
+    parser.add_argument("--batches", type=numbers, default=[1, 8, 32])
     parser.add_argument("--rates", type=lambda text: [float(rate) for rate in text.split(",")], default=[0.95, 0.8, 0.66, 0.5])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=256)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from llmjax.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from llmjax.engine.config import EngineConfig as EngineConfig
     from llmjax.engine.config import LaneConfig as LaneConfig
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from llmjax.model.transformer import logits as logits
     from llmjax.sampling_params import SamplingParams as SamplingParams
     from llmjax.structured_output import StructuredOutput as StructuredOutput
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "EngineConfig": "llmjax.engine.config",

@@ -93,7 +93,7 @@ def check(probes: Sequence[Probe] | None = None) -> list[str]:
     device, host = _device(), _host()
     pairs = [
         (probe, name)
-        for probe in ((*PROBES, *INT8_PROBES) if probes is None else probes)
+        for probe in (PROBES if probes is None else probes)
         for name in sorted({entry["implementation"] for entry in tuning.entries(probe.operation.name)} - {REFERENCE})
     ]
     with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), thread_name_prefix="check") as threads:
@@ -291,7 +291,7 @@ def _layer_result(result: Any) -> Any:
     return [part[:_LAYER_TOKENS] for part in result[:2]]
 
 
-PROBES = (
+FLOAT_PROBES = (
     Probe(DENSE, _dense),
     Probe(RESIDUAL_DENSE, _residual_dense),
     Probe(GATED_DENSE, _gated_dense),
@@ -311,6 +311,7 @@ INT8_PROBES = (
     Probe(PAGED_ATTENTION, _int8_decode_attention),
 )
 """Of what is chosen only for int8 weights, or int8 keys and values."""
+PROBES = (*FLOAT_PROBES, *INT8_PROBES)
 
 
 def _widened(leaf: Any) -> Any:

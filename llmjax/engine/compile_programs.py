@@ -424,9 +424,9 @@ def compile_lowered(key: Key, lowered: jax.stages.Lowered) -> Any:
     """The executable of a program, compiled as XLA's defaults would not."""
     if platform() != "cuda":
         return lowered.compile()
-    few = key[0] in ("decode", "speculate") and key[1] <= FEW_ROWS
-    few = few and lowered.as_text().count("stablehlo.dot_general") > FEW_MATMULS
-    triton = few or any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(lowered.args_info))
+    int8 = any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(lowered.args_info))
+    few_rows = key[0] in ("decode", "speculate") and key[1] <= FEW_ROWS
+    triton = int8 or (few_rows and lowered.as_text().count("stablehlo.dot_general") > FEW_MATMULS)
     options = {
         "xla_gpu_memory_limit_slop_factor": MEMORY_SLOP,
         "xla_gpu_enable_triton_gemm": triton,

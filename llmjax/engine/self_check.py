@@ -30,7 +30,7 @@ def check_kernels(*, int8: bool) -> None:
     """Compare the kernels this device may choose, with `int8` those for int8 weights and pages too, with their references; raise
     `BackendError` for the first that is wrong."""
     try:
-        compared = smoke.check((*smoke.PROBES, *smoke.INT8_PROBES) if int8 else smoke.PROBES)
+        compared = smoke.check(smoke.PROBES if int8 else smoke.FLOAT_PROBES)
     except smoke.WrongNumbers as error:
         device = jax.devices()[0].device_kind
         raise BackendError(

@@ -21,7 +21,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from llmjax import __version__
 from llmjax.engine.engine_client import EngineClient
 from llmjax.errors import LlmjaxError, RequestError
 from llmjax.server.config import ServerConfig
@@ -35,6 +34,7 @@ from llmjax.server.prompts import encodable, read_messages
 from llmjax.server.protocol import read_template_options
 from llmjax.server.service import Service, read_object
 from llmjax.server.tool_calls import read_tools
+from llmjax.version import __version__
 
 Handler = Callable[[Request], Awaitable[Response]]
 

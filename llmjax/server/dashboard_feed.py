@@ -15,10 +15,10 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from llmjax import __version__
 from llmjax.errors import LlmjaxError
 from llmjax.server.dashboard_figures import Window, bars
 from llmjax.server.service import Service
+from llmjax.version import __version__
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmjax import __version__
 from llmjax.server.config import ServerConfig
 from llmjax.server.openapi_schemas import (
     BOOLEAN,
@@ -21,6 +20,7 @@ from llmjax.server.openapi_schemas import (
     request_schema,
 )
 from llmjax.server.protocol import Endpoint
+from llmjax.version import __version__
 
 _HEADERS: dict[str, Schema] = {
     "x-request-id": {"description": "The id of this exchange: the one that was sent, if it could be taken.", "schema": STRING},

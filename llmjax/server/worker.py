@@ -120,6 +120,7 @@ class _Worker:
             self._service = app.state.service
             self._engine.registries = [app.state.service.metrics.registry]
             self._app = app
+            gc.unfreeze()  # an app that this one replaces
             gc.collect()
             gc.freeze()  # the app stays: to look through all of it for garbage takes milliseconds, between two tokens
         self._may_start.set()

@@ -84,14 +84,13 @@ def attend(operands: Operands, plan: Plan, tokens: int, *, scale: float, soft_ca
         inputs = dict(zip(present, refs, strict=False))
         _Cta(plan, inputs, dict(zip(outputs, refs[len(present) :], strict=True)), buffers, scale=scale, soft_cap=soft_cap).run()
 
-    threads = plan.warpgroups + plan.copier
     result = plgpu.kernel(
         body,
         out_type=tuple(outputs.values()),
         grid=(*grid, plan.splits),
         grid_names=("row", "group", "split"),
-        num_threads=threads if threads > 1 else None,
-        thread_name="warpgroup" if threads > 1 else None,
+        num_threads=plan.threads if plan.threads > 1 else None,
+        thread_name="warpgroup" if plan.threads > 1 else None,
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(*(value for value in operands if value is not None))
@@ -387,7 +386,7 @@ class _Cta(Work):
     def _store_nothing(self) -> None:
         """A split without keys: nobody reads its accumulator."""
         plan = self.plan
-        warpgroup = lax.axis_index("warpgroup") if plan.warpgroups + plan.copier > 1 else jnp.int32(0)
+        warpgroup = lax.axis_index("warpgroup") if plan.threads > 1 else jnp.int32(0)
 
         @pl.when(warpgroup < plan.tiles)
         def _() -> None:

@@ -90,6 +90,11 @@ class Plan(NamedTuple):
         return max(self.tiles, self.team)
 
     @property
+    def threads(self) -> int:
+        """All warpgroups."""
+        return self.warpgroups + self.copier
+
+    @property
     def strip_start(self) -> int:
         """Where in a strip of `bias_strips` the distance of a CTA's first query to itself lies."""
         return self.bias_width + self.block

@@ -242,7 +242,7 @@ def test_kernels_of_int8_are_compared_where_they_may_be_chosen(
         params, config = quantize_params(params, config, plan_quantization(config, scheme))
     Engine(config, params, None, EngineConfig(**OPTIONS, kv_cache_dtype=kv_cache_dtype))
     (probes,) = compared
-    assert set(smoke.PROBES) <= set(probes)
+    assert set(smoke.FLOAT_PROBES) <= set(probes)
     assert (set(smoke.INT8_PROBES) <= set(probes)) == bool(scheme or kv_cache_dtype)
 
 

@@ -103,7 +103,7 @@ def test_nothing_is_compared_on_a_cpu() -> None:
     assert smoke.check() == []
 
 
-@pytest.mark.parametrize("probe", [*smoke.PROBES, *smoke.INT8_PROBES], ids=lambda probe: probe.operation.name)
+@pytest.mark.parametrize("probe", smoke.PROBES, ids=lambda probe: probe.operation.name)
 def test_probes_are_calls_their_operation_serves(probe: Probe) -> None:
     call = probe.make(np.random.default_rng())
     again = probe.make(np.random.default_rng())
@@ -119,7 +119,7 @@ def test_probes_are_calls_their_operation_serves(probe: Probe) -> None:
 
 def test_each_kernel_that_may_be_chosen_has_a_probe_it_can_compile() -> None:
     choosable, lowered = set(), set()
-    for operation, make_call, _ in (*smoke.PROBES, *smoke.INT8_PROBES):
+    for operation, make_call, _ in smoke.PROBES:
         call = make_call(np.random.default_rng())
         for name, implementation in operation.implementations.items():
             if implementation.shape_key is not None:

@@ -108,7 +108,7 @@ def test_a_file_does_not_depend_on_the_order_of_the_runs(folder: Path) -> None:
 
 
 def test_shipped_tables_fit_the_kernels_they_name() -> None:
-    operations = {operation.name: operation for operation, *_ in (*smoke.PROBES, *smoke.INT8_PROBES)}
+    operations = {operation.name: operation for operation, *_ in smoke.PROBES}
     for path in tuning.FOLDER.glob("*.json"):
         assert path == tuning.path_of(json.loads(path.read_text())["device"])
         for name, found in tuning.load(path).items():

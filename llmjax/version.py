@@ -1,0 +1,3 @@
+"""What release this is; read by the build too."""
+
+__version__ = "0.1.0"
